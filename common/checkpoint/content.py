@@ -162,12 +162,14 @@ def list_changes(about: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for start in about.get("starts", ()):
-        changes = [
-            f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()
-        ]
-        if changes:
-            lines.append(f"from step {start.get('step', 0):,} on {', '.join(changes)}")
+        if changes := start.get("changed"):
+            lines.append(f"from step {start.get('step', 0):,} on {show_changes(changes)}")
     return lines
+
+
+def show_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the keys with their values now and before."""
+    return ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in changed.items())
 
 
 def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:

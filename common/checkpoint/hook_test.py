@@ -152,12 +152,11 @@ def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):
 
 
 def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data, tmp_path):
-    run_ranks(1, train, data, tmp_path / "run", ["EMA_WARMUP=False"], (3, False))
+    run_ranks(1, train, data, tmp_path / "run", (), (3, False))
     weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
     averaging = ["EMA=0.9", "EMA_WARMUP=False", "CHECKPOINT_EVERY=1", "gradient_accumulation=2"]
-    run_ranks(
-        1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA"
-    )  # once a step
+    allowed = "--allow-change=EMA", "--allow-change=EMA_WARMUP"
+    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), *allowed)  # once a step
     last = tmp_path / "run/checkpoints/step-00000004"
     trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
     for name, average in averages.items():

@@ -12,6 +12,7 @@ from common.checkpoint.content import (
     read_about,
     read_config,
     read_trainer_state,
+    show_changes,
 )
 from common.checkpoint.save import list_checkpoints, put_back_old
 from common.colossal import gpc
@@ -20,6 +21,7 @@ from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError
 from common.launch.detect import gather
 from common.metrics.loggers import warn
+from common.model.build import build_on_meta, state_shapes
 
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these, and a checkpoint replaces the
@@ -232,6 +234,15 @@ def check_changes(
                 "another; keep that, or "
                 "start another run with --output DIR (--init takes the weights)"
             )
+    models = read_config(path, read_about(path))["MODEL"], config["MODEL"]
+    saved, wanted = (state_shapes(build_on_meta(model)) for model in models)
+    if saved != wanted:
+        of_model = {key: pair for key, pair in changed.items() if _is_under(key, ["MODEL"])}
+        raise UserError(
+            f"{show_changes(of_model)}: {path} is of another architecture and cannot be resumed "
+            "with this one; keep MODEL, or start another run with --output DIR (--init takes the "
+            "weights that fit)"
+        )
     if not path.is_relative_to(output):
         return
     then, now = changed.get("NUM_EPOCHS", (0, 0))
@@ -242,15 +253,14 @@ def check_changes(
         if not _is_under(key, (*HARMLESS, *allowed, *extended))
     }
     if refused:
-        shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
         allow = " ".join(f"--allow-change {key}" for key in refused)
         state = (
             "would train differently" if finished_step(path, last_step) is None else "is finished"
         )
         raise UserError(
-            f"{shown}: the run in {output} {state}; keep the earlier values, start another run "
-            "with --output DIR, "
-            f"branch off with --resume {path} --output DIR, or add {allow}"
+            f"{show_changes(refused)}: the run in {output} {state}; keep the earlier values, start "
+            f"another run with --output DIR, branch off with --resume {path} --output DIR, or add "
+            f"{allow}"
         )
 
 

@@ -142,13 +142,14 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'", "INIT='a'"]
+    "setting",
+    ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'", "INIT='a'", "MODEL.depth=2"],
 )
 def test_what_the_state_depends_on_never_changes(tmp_path, setting):
     (path,) = write(tmp_path, 9)
     changed = restore_config(CONFIG, [setting], where="")
     with pytest.raises(
-        UserError, match=f"{setting}: .* keep that, or start another run with --output DIR"
+        UserError, match=f"{setting}.*: .* keep .*, or start another run with --output DIR .--init"
     ):
         check_changes(path, changed, tmp_path / "branch", [setting.partition("=")[0]], 10)
 

@@ -91,7 +91,9 @@ def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check ``values``; return them with defaults, what MODEL says of DATA and INIT, and
     ``parallel``.
     """
-    config = parse(Config, values, where).model_dump()
+    checked = parse(Config, values, where)
+    checked.check_conflicts()
+    config = checked.model_dump()
     config["DATA"] |= {
         k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})
     }

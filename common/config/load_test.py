@@ -31,8 +31,6 @@ OWN = {
     "KEEP = MODEL['depth']\nMODEL['depth'] *= 2": {"KEEP": 12, "MODEL.depth": 24},
 }
 TENSOR = ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
-TENSOR_2D = ["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE=2d"]
-APEX_O3 = "fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}"
 MICRO = MINIMAL + "MICRO_BATCH_SIZE = 64\n"
 TOTAL = MICRO.replace("64", "None", 1) + "gradient_accumulation = 4\n"  # which make the total
 B16 = "from configs.vit_b16 import *\n"
@@ -51,8 +49,12 @@ EDGES = [
     "DATA.randaugment=rand-m9-p0.5-mmax5",
     "BCE_THRESHOLD=soft",
     "LABEL_SMOOTHING=0.1",
-]
-EDGES += [
+    "WARMUP_EPOCHS=1",
+    "WARMUP_LR=1e-3",
+    "MIN_LR=1e-3",
+    "CUTMIX=1",
+    "MIXUP_OFF_EPOCHS=9",
+    "SEED=2**63 - 1",
     "OPTIMIZER.name=lamb",
     "OPTIMIZER.betas=(0, 0.9)",
     "OPTIMIZER.trust_range=(0, float('inf'))",
@@ -132,135 +134,119 @@ OUT_OF_RANGE = [
     "OPTIMIZER.betas=(-1, 0)",
     "WEIGHT_DECAY=1e999",
     "DATA.mean=(0, 1)",
-]
-OUT_OF_RANGE += [
     "OPTIMIZER.trust_range=(2, 1)",
     "OPTIMIZER.trust_range=(-1, 1)",
     "DATA.std=(1, 0, 1)",
-]
-OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=(2, -1)"]
-OUT_OF_RANGE += ["DATA.randaugment=rand-m", "DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)"]
-OUT_OF_RANGE += [
+    "DATA.randaugment=(2, 11)",
+    "DATA.randaugment=(0, 5)",
+    "DATA.randaugment=(2, -1)",
+    "DATA.randaugment=rand-m",
+    "DATA.crop_ratio=(2, 1)",
+    "DATA.crop_ratio=(1, 101)",
     "DATA.crop_scale=(0, 1)",
     "DATA.crop_scale=(1, 2)",
     "DATA.crop_scale=(0.5, 0.1)",
     "CHECKPOINT_EVERY=0",
-]
-OUT_OF_RANGE += [
     "CHECKPOINT_EVERY=0 min",
     "CHECKPOINT_EVERY=10 s",
     "fp16.mode=AMP_TYPE.FAST",
     "DATA.crop_ratio=(0, 1)",
+    "SEED=2**63",
 ]
+REFUSED = {  # settings: what the message matches
+    "MODEL.widht=64": "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'",
+    "MODEL.image_size=225": (
+        "^MODEL.image_size=225 is not a multiple of patch_size=16; .* 224 or 240$"
+    ),
+    "MODEL.width=400": (
+        "^MODEL.width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$"
+    ),
+    "MODEL.width=390; MODEL.position=sincos2d": (
+        r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$"
+    ),
+    "MODEL.stem=conv; MODEL.width=24": (
+        "^MODEL.stem='conv' needs a power of two that divides width as patch"
+    ),
+    "zero.stage=3; TENSOR_PARALLEL_SIZE=4; TENSOR_PARALLEL_MODE=2d": (
+        "not support parallel.tensor.mode='2d': set it to '1d' or None, or zero=None$"
+    ),
+    "zero.stage=3; torch_ddp.static_graph=True": (
+        r"={'static_graph': True}: set it to dict\(\), or zero"
+    ),
+    "zero.stage=3; COMPILE=model": (
+        "={'stage': 3} does not support COMPILE='model': set it to True, or"
+    ),
+    "zero.stage=3; fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}": (
+        "^zero.* fp16.opt_level='O3': set it to 'O2', or zero=None$"
+    ),
+    "num_layers=6": "^num_layers: unknown key; did you mean 'MODEL.depth'",
+    "NUM_EPOCHS": "write it as KEY=VALUE",
+    "LEARNING_RATE=fast": "^LEARNING_RATE='fast': expected number > 0$",
+    "LR_SCHEDULE=cosine_as_long_as_the_warm-up": (
+        "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"
+    ),
+    "MODEL=small": r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$",
+    "DATA=dict(crop='simple', crop_scale=(0.5, 1.0))": (
+        r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"
+    ),
+    "DATA=dict(crop='simple', crop_ratio=(1, 2))": (
+        r"^DATA.crop_ratio=\(1, 2\) has no effect with crop"
+    ),
+    "OPTIMIZER.name=sgd; OPTIMIZER.eps=1": (
+        "OPTIMIZER.eps has no effect with name=sgd, which takes mom"
+    ),
+    "fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')": (
+        "no effect with mode=AMP_TYPE.TORCH, which takes none$"
+    ),
+    "fp16.dtype=float16": "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$",
+    "WARMUP_EPOCHS=10": "=10 must be less than NUM_EPOCHS=10: add --set WARMUP_EPOCHS=1$",
+    "WARMUP_EPOCHS=8; COOLDOWN_EPOCHS=2": (
+        "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2: add --set WARMUP_EPOCHS=0.8$"
+    ),
+    "COOLDOWN_EPOCHS=10": "=10 - COOLDOWN_EPOCHS=10: add --set COOLDOWN_EPOCHS=0$",
+    "MIN_LR=0.01": (
+        "^MIN_LR=0.01 is too large for LEARNING_RATE=0.001: leave it out, or add --set MIN_LR=0.0$"
+    ),
+    "WARMUP_LR=1; WARMUP_EPOCHS=1": "WARMUP_LR=1 is too large for .*, or add --set WARMUP_LR=None$",
+    "WARMUP_LR=0": "^WARMUP_LR=0 has no effect with WARMUP_EPOCHS=0: leave",
+    "MIXUP_OFF_EPOCHS=1": "^MIXUP_OFF_EPOCHS=1 has no effect with MIXUP=0.0 and CUTMIX=0.0: leave",
+    "MIXUP_OFF_EPOCHS=10; CUTMIX=1": "^MIXUP_OFF_EPOCHS=10 is too large for NUM_EPOCHS=10: leave",
+    "BCE_SUM=True": "^BCE_SUM=True has no effect with BCE_THRESHOLD=None: leave",
+    "ERASING_MODE=pixel": "^ERASING_MODE='pixel' has no effect with ERASING=0.0: leave",
+    "EMA_WARMUP=False": "^EMA_WARMUP=False has no effect with EMA=0.0: leave",
+    "LABEL_SMOOTHING=0.1; BCE_THRESHOLD=0": "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set",
+    "FREEZE=body; OPTIMIZER.layer_decay=0.5": "FREEZE='body' trains the head alone: leave out",
+    "TENSOR_PARALLEL_SIZE=2; TENSOR_PARALLEL_MODE=1d; COMPILE=True": (
+        "COMPILE=True does not support tensor"
+    ),
+    "TENSOR_PARALLEL_SIZE=2; parallel.tensor.size=4": (
+        "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"
+    ),
+    "TENSOR_PARALLEL_MODE=1d; parallel.tensor.mode=2d": "MODE='1d' contradict parallel.tensor",
+    "MODEL.timm=resnet18; MODEL.pretrained=yes": "^MODEL.pretrained='yes': expected True or False$",
+    "batch_size=8": "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'",
+    "OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)": "nesterov=True needs momentum above 0",
+    "OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)": "nesterov=True needs .* dampening 0$",
+} | {setting: f"^{setting.partition('=')[0]}=.*: expected " for setting in OUT_OF_RANGE}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            ["MODEL.widht=64"],
-            "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'",
-        ),
-        (
-            ["MODEL.image_size=225"],
-            "^MODEL.image_size=225 is not a multiple of patch_size=16; .* 224 or 240$",
-        ),
-        (
-            ["MODEL.width=400"],
-            "^MODEL.width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$",
-        ),
-        (
-            ["MODEL.width=390", "MODEL.position=sincos2d"],
-            r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$",
-        ),
-        (
-            ["MODEL.stem=conv", "MODEL.width=24"],
-            "^MODEL.stem='conv' needs a power of two that divides width as patch",
-        ),
-        (
-            ["zero.stage=3", *TENSOR_2D],
-            "not support parallel.tensor.mode='2d': set it to '1d' or None, or zero=None$",
-        ),
-        (
-            ["zero.stage=3", "torch_ddp.static_graph=True"],
-            r"={'static_graph': True}: set it to dict\(\), or zero",
-        ),
-        (
-            ["zero.stage=3", "COMPILE=model"],
-            "={'stage': 3} does not support COMPILE='model': set it to True, or",
-        ),
-        (["zero.stage=3", APEX_O3], "^zero.* fp16.opt_level='O3': set it to 'O2', or zero=None$"),
-        (["num_layers=6"], "^num_layers: unknown key; did you mean 'MODEL.depth'"),
-        (["NUM_EPOCHS"], "write it as KEY=VALUE"),
-        (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
-        (
-            ["LR_SCHEDULE=cosine_as_long_as_the_warm-up"],
-            "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'",
-        ),
-        (
-            ["MODEL=small"],
-            r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$",
-        ),
-        (
-            ["DATA=dict(crop='simple', crop_scale=(0.5, 1.0))"],
-            r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop",
-        ),
-        (
-            ["DATA=dict(crop='simple', crop_ratio=(1, 2))"],
-            r"^DATA.crop_ratio=\(1, 2\) has no effect with crop",
-        ),
-        (
-            ["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"],
-            "OPTIMIZER.eps has no effect with name=sgd, which takes mom",
-        ),
-        (
-            ["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"],
-            "no effect with mode=AMP_TYPE.TORCH, which takes none$",
-        ),
-        (
-            ["fp16.dtype=float16"],
-            "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$",
-        ),
-        (
-            ["WARMUP_EPOCHS=8", "COOLDOWN_EPOCHS=2"],
-            "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2$",
-        ),
-        (
-            ["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"],
-            "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set",
-        ),
-        (
-            ["FREEZE=body", "OPTIMIZER.layer_decay=0.5"],
-            "FREEZE='body' trains the head alone: leave out",
-        ),
-        ([*TENSOR, "COMPILE=True"], "COMPILE=True does not support tensor"),
-        (
-            ["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"],
-            "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor",
-        ),
-        (
-            ["TENSOR_PARALLEL_MODE=1d", "parallel.tensor.mode=2d"],
-            "MODE='1d' contradict parallel.tensor",
-        ),
-        (
-            ["MODEL.timm=resnet18", "MODEL.pretrained=yes"],
-            "^MODEL.pretrained='yes': expected True or False$",
-        ),
-        (["batch_size=8"], "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'"),
-        (
-            ["OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)"],
-            "nesterov=True needs momentum above 0",
-        ),
-        (
-            ["OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)"],
-            "nesterov=True needs .* dampening 0$",
-        ),
-        *(([setting], f"^{setting.partition('=')[0]}=.*: expected ") for setting in OUT_OF_RANGE),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), REFUSED.items())
 def test_a_wrong_setting_is_refused(tmp_path, changes, words):
     with pytest.raises(UserError, match=words):
-        load(tmp_path, MINIMAL, None, *changes)
+        load(tmp_path, MINIMAL, None, *changes.split("; "))
+
+
+@pytest.mark.parametrize("recipe", ["deit3_s16", "convnext_tiny", "dinov2_s14_finetune"])
+@pytest.mark.parametrize("setting", ["NUM_EPOCHS=1", "LEARNING_RATE=1e-7", "EMA=0", "ERASING=0"])
+def test_the_remedies_of_the_messages_lead_to_a_config(recipe, setting):
+    settings = [setting]
+    for _ in range(3):
+        try:
+            load_config(recipe, settings)
+            return
+        except UserError as error:
+            settings.append(str(error).rpartition("--set ")[2])
+    pytest.fail(str(settings))
 
 
 @pytest.mark.parametrize(
@@ -306,6 +292,7 @@ def test_a_config_that_was_written_as_json_is_the_same():
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config, default=str))
     assert restore_config(written, [], "config.json") == config
+    restore_config(written, ["MIN_LR=1"], "config.json")  # which earlier versions accepted
     config["DATA"]["randaugment"] = "rand-m9"
     assert restore_config(written, ["DATA.randaugment=rand-m9"], "config.json") == config
 

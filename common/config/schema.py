@@ -3,6 +3,7 @@
 UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
+import operator
 import re
 import textwrap
 from collections.abc import Iterator
@@ -369,7 +370,9 @@ class Config(Section):
         ge=1,
         le=10**7,
     )
-    SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
+    SEED: int = key(
+        1024, "seed for initialisation, sampling, augmentation, dropout", ge=0, le=2**63 - 1
+    )
     TENSOR_PARALLEL_SIZE: int = key(
         1, "GPUs that share one model; `parallel` is made from it", ge=1
     )
@@ -403,9 +406,11 @@ class Config(Section):
             )
         if self.WARMUP_EPOCHS + self.COOLDOWN_EPOCHS >= self.NUM_EPOCHS:
             cooldown = f" - COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS}" if self.COOLDOWN_EPOCHS else ""
+            left = self.NUM_EPOCHS - self.COOLDOWN_EPOCHS
+            remedy = f"WARMUP_EPOCHS={left / 10:g}" if left > 0 else "COOLDOWN_EPOCHS=0"
             raise ValueError(
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than "
-                f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}"
+                f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}: add --set {remedy}"
             )
         if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
             raise ValueError(
@@ -418,6 +423,43 @@ class Config(Section):
                 "of them"
             )
         return self
+
+    def check_conflicts(self) -> None:
+        """Raise `UserError` for a value that others leave without effect, or that exceeds them."""
+        fields = type(self).model_fields
+        given = {name for name, field in fields.items() if getattr(self, name) != field.default}
+        conflicts = [
+            (name, "has no effect with", others)
+            for name, others in NEEDS.items()
+            if name in given and given.isdisjoint(others)
+        ]
+        conflicts += [
+            (name, "is too large for", [other])
+            for name, exceeds, other in TOO_LARGE
+            if name in given and exceeds(getattr(self, name), getattr(self, other))
+        ]
+        for name, why, others in conflicts:
+            shown = " and ".join(f"{other}={getattr(self, other)!r}" for other in others)
+            raise UserError(
+                f"{name}={getattr(self, name)!r} {why} {shown}: leave it out, or add "
+                f"--set {name}={fields[name].default}"
+            )
+
+
+# Keys that have an effect only where one of others is not at its default.
+NEEDS = {
+    "BCE_SUM": ["BCE_THRESHOLD"],
+    "EMA_WARMUP": ["EMA"],
+    "ERASING_MODE": ["ERASING"],
+    "MIXUP_OFF_EPOCHS": ["MIXUP", "CUTMIX"],
+    "WARMUP_LR": ["WARMUP_EPOCHS"],
+}
+# Keys that another limits.
+TOO_LARGE = (
+    ("MIN_LR", operator.gt, "LEARNING_RATE"),
+    ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),
+    ("WARMUP_LR", operator.gt, "LEARNING_RATE"),
+)
 
 
 def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

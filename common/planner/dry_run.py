@@ -13,11 +13,11 @@ from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype,
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
-from common.config.schema import Config
+from common.config.schema import all_keys
 from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
-from common.model.flops import flops_per_image
+from common.model.flops import flops_per_image, peak_images_per_s
 from common.optim.build import layers_above
 from common.planner.prediction import (
     ASSUMED_MFU,
@@ -31,7 +31,8 @@ from common.planner.prediction import (
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
-DEFAULTS = flatten(Config.model_construct().model_dump() | {"parallel": resolve_parallel(None, 1)})
+DEFAULTS = {name: field.default for name, field in all_keys()}
+DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
 ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
@@ -62,6 +63,11 @@ def print_dry_run(
             f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
+        if not torch.cuda.is_available():
+            model, cpu = config["MODEL"], torch.device("cpu")
+            rate = peak_images_per_s(model, config["fp16"], 1, cpu, config["FREEZE"])
+            seconds = plan.epochs * images / rate
+            rows["time here"] = f"at least {_format_time(seconds, seconds)}, on this CPU"
     rows |= notes
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
@@ -199,14 +205,17 @@ def _print_modes(planner: Planner, images: int) -> None:
 
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
     steps = plan.epochs * images / prediction.total_batch
-    seconds = [steps * prediction.fastest_step, steps * prediction.slowest_step]
+    time = _format_time(steps * prediction.fastest_step, steps * prediction.slowest_step)
+    limit = " (the host's limit)" * prediction.waits
+    return f"{plan.epochs} epochs of {images:,} images: {time}{limit}"
+
+
+def _format_time(*seconds: float) -> str:
     unit, size = next(
         (unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1
     )
     times = [value / size for value in seconds]
-    limit = " (the host's limit)" * prediction.waits
-    shown = _range(times, ".2g" if times[0] < 10 else ",.0f")
-    return f"{plan.epochs} epochs of {images:,} images: {shown} {unit}{limit}"
+    return f"{_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}"
 
 
 def _assumptions(planner: Planner) -> list[str]:

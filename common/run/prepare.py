@@ -15,7 +15,13 @@ from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
-from common.errors import UserError, command_parser, is_first_process, print_wrapped
+from common.errors import (
+    UserError,
+    command_parser,
+    first_line,
+    is_first_process,
+    print_wrapped,
+)
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
@@ -229,6 +235,24 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
     flops_per_image(model)  # refuses images that it does not take
+    if plan.micro_batch == 1:
+        _check_single_images(config)
     check_tensor_parallel(config["parallel"], model, plan.micro_batch)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)
+
+
+def _check_single_images(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for what needs more than one image in a micro-batch."""
+    why = "a micro-batch is a single image; raise MICRO_BATCH_SIZE or TOTAL_BATCH_SIZE"
+    for key in ("MIXUP", "CUTMIX"):
+        if alpha := config[key]:
+            raise UserError(f"{key}={alpha}: {why}, or add --set {key}=0")
+    model = config["MODEL"]
+    if model.get("sync_bn"):  # the statistics are those of all GPUs' images
+        return
+    images = torch.empty(1, 3, model["image_size"], model["image_size"], device="meta")
+    try:
+        build_on_meta(model, config["FREEZE"]).train()(images)
+    except ValueError as error:
+        raise UserError(f"MODEL.timm={model['timm']}: {why} ({first_line(error)})") from error

@@ -130,6 +130,14 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "setting", ["MIXUP=0.2", "CUTMIX=0.2", "MODEL=dict(timm='test_resnet', image_size=32)"]
+)
+def test_what_needs_several_images_is_refused_with_micro_batches_of_one(setting, data, tmp_path):
+    with pytest.raises(UserError, match=": a micro-batch is a single image; raise MICRO"):
+        train(data, tmp_path / "run", "MICRO_BATCH_SIZE=1", setting, flags=["--dry-run"])
+
+
 def test_numbers_of_gpus_are_at_least_1(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--config", "quickstart", "--gpus", "0"], "")

@@ -13,6 +13,7 @@ from cifar10_benchmark.dataset import DOWNLOAD, Images, open_images
 from common.config.plan import DataSummary
 from common.data.auto_augment import AutoAugment
 from common.data.crops import CenterCrop, Normalizer
+from common.data.image_folder import note_missing
 from common.data.image_loaders import SHARDS_ONLY
 from common.data.loader import Batches, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
@@ -31,7 +32,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, UNUSED)
     images = open_images(data)
     counts = len(images.train.labels), len(images.test.labels), len(images.class_names)
-    return DataSummary(*counts, images.fingerprint, class_names=images.class_names)
+    place = note_missing("the test split", images.class_names, images.test.labels)
+    return DataSummary(*counts, images.fingerprint, images.class_names, validation=place)
 
 
 def build_train_loader(

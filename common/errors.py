@@ -117,6 +117,12 @@ def counted(number: int, unit: str) -> str:
     return f"{number} {unit}{'' if number == 1 else 'es' if unit.endswith('s') else 's'}"
 
 
+def list_some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are, as "a, b and 3 more"."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
     return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)

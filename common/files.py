@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import stat
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -39,6 +40,13 @@ def short_path(path: Path) -> str:
     ):  # the current folder is gone, or ``path`` is elsewhere
         path = path.resolve().relative_to(Path.cwd())
     return printable(path)
+
+
+def canonical_name(name: str) -> str:
+    """Return a name as it compares: composed (NFC), which macOS does not, and without a byte-order
+    mark.
+    """
+    return unicodedata.normalize("NFC", name.removeprefix("\ufeff"))
 
 
 def regular_size(path: Path, most: float = math.inf) -> int:
@@ -76,6 +84,11 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_names(path: Path) -> list[str]:
+    """Return the names in a text file with one on each line; empty lines at its end are none."""
+    return [*map(canonical_name, read_text(path).rstrip("\r\n").splitlines())]
 
 
 def read_json(path: Path, schema: type[S], most: int = MAX_TEXT) -> S:

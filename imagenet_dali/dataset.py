@@ -19,7 +19,7 @@ from crc32c import crc32c
 
 from common.data.image_folder import check_class_names
 from common.errors import UserError
-from common.files import Count, Schema, fingerprint_of, read_json, read_text, sha256_of
+from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
 
 FORMAT = 1
 MANIFEST, LABELS = "manifest.json", "labels.txt"
@@ -146,10 +146,15 @@ class Split:
         """Whether labels do not follow each other in runs, as in shards of other tools that are
         sorted by class.
         """
-        labels = self.records["label"]
+        labels = self.labels
         by_chance = np.square(np.bincount(labels) / len(labels)).sum()
         is_mixed = np.mean(labels[1:] == labels[:-1]) < (1 + by_chance) / 2
         return bool(len(labels) < 100 or is_mixed)  # NumPy's own would be "True" in config.json
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The label of each image."""
+        return self.records["label"]
 
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
@@ -227,7 +232,7 @@ def read_labels(path: Path, count: int | None = None) -> list[str]:
     Raises `UserError` for names that cannot be used, and if there are not ``count``, the manifest's
     number of classes.
     """
-    names = read_text(path).rstrip("\r\n").splitlines()
+    names = read_names(path)
     check_class_names(names, path)
     if count not in (None, len(names)):
         raise UserError(f"{path}: {len(names)} names, not {count} as in the manifest; {REMEDY}")

@@ -26,7 +26,7 @@ from common.data.image_folder import (
     split_by_class,
 )
 from common.errors import UserError, first_line, printable
-from common.files import fingerprint_of
+from common.files import canonical_name, fingerprint_of
 from imagenet_dali.dataset import LABELS, read_labels
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> 
     train = folders.get("train", evaluation or root)
     is_flat = evaluation and name == "validation" and not list_folders(evaluation)
     labelled = {"train": train} | ({name: evaluation} if evaluation and not is_flat else {})
-    classes, splits = list_splits(root, labelled)
+    classes, splits = list_splits(root, labelled, is_training=not split)
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
         splits[name], classes = _label_flat(root, evaluation, files, classes)
@@ -372,7 +372,7 @@ def _list_webdataset(root: Path, container: str) -> Listing:
     return [(name, labels[key], place) for key, (_, name, place) in images.items()]
 
 
-def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None, str]:
+def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str], str]:
     """Return the images of a parquet file, the names of its classes and which columns were taken.
 
     Without a path a row's number is its name.
@@ -412,7 +412,7 @@ def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:
 
 
 @contextmanager
-def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[str] | None]]:
+def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[str]]]:
     """Yield a file, its columns of images and of labels, and its class names."""
     import pyarrow.parquet
     from pyarrow.types import is_integer, is_struct
@@ -440,6 +440,7 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
                     f"{path}: columns {found}; a struct of bytes and path and an integer label are "
                     "needed"
                 )
-            yield file, images[0], labels[0], features.get(labels[0], {}).get("names")
+            names = features.get(labels[0], {}).get("names") or []
+            yield file, images[0], labels[0], [*map(canonical_name, names)]
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: {first_line(error)}; download it again") from error

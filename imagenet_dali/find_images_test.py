@@ -257,7 +257,7 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
     files = {
         "t.parquet": parquet_of([("a.jpg", b"1", i % 2) for i in range(40)], None),
-        "labels.txt": b"cat\ndog",
+        "labels.txt": "\ufeffcat\ndog".encode(),
     }
     source = list_source(fill(tmp_path, files), validation_share=0)
     assert source.class_names == ["cat", "dog"]

@@ -11,7 +11,7 @@ from typing import Any
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.crops import Crop
-from common.data.image_folder import FolderSplit
+from common.data.image_folder import FolderSplit, note_missing
 from common.data.loader import BatchReader, Loader
 from common.errors import UserError
 from common.files import fingerprint_of
@@ -45,9 +45,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint = train.fingerprint
         shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
     counts = len(train), len(validation), len(train.class_names)
-    summary = DataSummary(
-        *counts, fingerprint, train.class_names, validation=validation.place, **shards
-    )
+    place = note_missing(validation.place, train.class_names, validation.labels)
+    summary = DataSummary(*counts, fingerprint, train.class_names, validation=place, **shards)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = (
             "has shards sorted by class, so batches would be too"

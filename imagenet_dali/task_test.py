@@ -1,6 +1,7 @@
 """Both loaders of prepared data, which show the same, and that of image folders."""
 
 import itertools
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -187,6 +188,15 @@ def test_a_folder_is_known_by_its_classes_and_both_splits(folder):
     before = describe_data(given).fingerprint
     (folder / "val/ape/0000.jpg").write_bytes(b"")
     assert describe_data(given).fingerprint != before
+
+
+def test_a_class_without_validation_images_is_named(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(root / "val/bee")
+    (root / "train/ape").rename(root / "train/ap\u00e9")
+    (root / "val/ape").rename(root / "val/ape\u0301")  # the same name, as macOS writes it
+    summary = describe_data(DATA | {"root": str(root), "loader": "torchvision"})
+    assert summary.validation == "val/; no images of 1 of 2 classes: bee"
 
 
 def test_what_dali_cannot_read_is_named(data, monkeypatch):

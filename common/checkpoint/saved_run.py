@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common.checkpoint.classes import CLASSES_HELP
 from common.checkpoint.content import (
     CONFIG,
     EMA,
@@ -20,6 +21,7 @@ from common.checkpoint.content import (
 )
 from common.checkpoint.save import best_checkpoint, newest_checkpoint
 from common.errors import UserError, command_parser
+from common.files import read_names
 from common.model.build import build_model
 
 
@@ -48,13 +50,26 @@ class SavedRun:
 
     @property
     def class_names(self) -> list[str]:
-        """A name for every output of the model; the number of those that the data set had no name
-        for.
+        """A name for every output of the model, in words where they are known; the number of those
+        that the data set had no name for.
         """
-        names = self.about["data"]["class_names"]
+        data = self.about["data"]
+        names = data.get("descriptions") or data["class_names"]
         return names + [
             str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])
         ]
+
+    def name_classes(self, file: str | None) -> None:
+        """Take the names of the classes from ``file``, one a line in the order of the outputs."""
+        if file is None:
+            return
+        names = read_names(Path(file))
+        outputs = self.config["MODEL"]["num_classes"]
+        if len(names) != outputs:
+            raise UserError(
+                f"--classes {file}: {len(names)} names, the model has {outputs} classes"
+            )
+        self.about["data"] |= {"class_names": names, "descriptions": []}
 
     def load_model(self) -> nn.Module:
         """Return the unsharded model with the checkpoint's weights, which may be of any parallel
@@ -82,6 +97,7 @@ def build_parser(description: str | None, others: str = "") -> argparse.Argument
     parser.add_argument(
         "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
     )
+    parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
     return parser
 
 

@@ -341,16 +341,9 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
 
 @dataclass(frozen=True)
 class PretrainedRun(SavedRun):
-    """A model that no run of this project trained; ``descriptions`` are its classes' names in
-    words.
-    """
+    """A model that no run of this project trained."""
 
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    descriptions: Sequence[str] = ()
-
-    @property
-    def class_names(self) -> list[str]:
-        return list(self.descriptions) or super().class_names
 
     def load_model(self) -> nn.Module:
         model, weights = build_model(**self.config["MODEL"]), dict(self.state)
@@ -410,11 +403,10 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         config=config,
         about={
             "task": "imagenet_dali",
-            "data": {"class_names": names},
+            "data": {"class_names": names, "descriptions": descriptions},
             "plan": {"micro_batch": BATCH},
         },
         state=weights,
-        descriptions=descriptions,
     )
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from simplejpeg import decode_jpeg
 
-from common.errors import UNPRINTABLE, UserError, printable
-from common.files import fingerprint_of, read_bytes
+from common.errors import UNPRINTABLE, UserError, list_some, printable
+from common.files import canonical_name, fingerprint_of, read_bytes
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
 # not ignored.
@@ -136,40 +136,61 @@ def file_state(path: Path) -> tuple[int, int]:
 def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
     """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the
     class's number.
+
+    Other folders do not count. Names that differ in their Unicode form alone are one.
     """
     check_class_names(classes, folder)
+    labels = {canonical_name(name): label for label, name in enumerate(classes)}
     return [
-        (path.relative_to(root).as_posix(), label)
-        for label, name in enumerate(classes)
+        (path.relative_to(root).as_posix(), labels[canonical_name(name)])
+        for name in list_folders(folder)
+        if canonical_name(name) in labels
         for path in list_files(folder / name)
     ]
 
 
-def list_splits(root: Path, folders: Mapping[str, Path]) -> tuple[list[str], dict[str, Files]]:
+def note_missing(place: str, class_names: Sequence[str], labels: np.ndarray) -> str:
+    """Return ``place``, and which classes none of ``labels`` is of."""
+    present = {*labels.tolist()}
+    missing = [name for label, name in enumerate(class_names) if label not in present]
+    if not missing:
+        return place
+    share = f"{len(missing)} of {len(class_names)} classes"
+    return f"{place}; no images of {share}: {list_some(missing)}"
+
+
+def list_splits(
+    root: Path, folders: Mapping[str, Path], *, is_training: bool = True
+) -> tuple[list[str], dict[str, Files]]:
     """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in
     each of ``folders``.
 
     Raises `UserError` for fewer than two classes, for a class or a split without images, and for
-    one that has no training images.
+    one that has no training images. Without ``is_training``, one class suffices, and classes may
+    be empty.
     """
     train = folders["train"]
-    classes = list_folders(train)
-    if len(classes) < 2:
+    classes = [*{canonical_name(name): name for name in list_folders(train)}.values()]
+    is_wrapper = len(classes) == 1 and list_folders(train / classes[0])
+    if not classes or is_wrapper or (is_training and len(classes) < 2):
         hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
         raise UserError(
             f"{train}: {len(classes)} class folders, at least 2 are needed, as "
             f"{train}/<class>/*{hint}"
         )
+    known = {*map(canonical_name, classes)}
     splits = {}
     for split, folder in folders.items():
-        if unknown := set(list_folders(folder) if folder.is_dir() else []) - set(classes):
+        names = list_folders(folder) if folder.is_dir() else []
+        if unknown := [name for name in names if canonical_name(name) not in known]:
             raise UserError(
-                f"{folder / min(unknown)}: this class has no training images; remove it or add them"
+                f"{folder / unknown[0]}: this class has no training images; remove it or add them"
             )
-        splits[split] = list_classes(root, folder, classes)
+        splits[split] = list_classes(root, folder, classes) if names else []
         if not splits[split]:
             raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
-    if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:
+    empty = {*range(len(classes))} - {label for _, label in splits["train"]}
+    if empty and is_training:
         raise UserError(f"{train / classes[min(empty)]}: no images; remove the folder or fill it")
     return classes, splits
 
@@ -203,10 +224,10 @@ class FolderSplit:
         self.root, self.class_names, self.place = root, class_names, place
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
-        self._labels = np.array([label for _, label in files], np.int64)
+        self.labels = np.array([label for _, label in files], np.int64)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def path(self, index: int) -> Path:
         """Return where an image lies."""
@@ -215,7 +236,7 @@ class FolderSplit:
     def read(self, index: int) -> tuple[bytes, int]:
         """Return ``(content of the file, label)`` of one image."""
         try:
-            return read_bytes(self.path(index), MAX_BYTES), int(self._labels[index])
+            return read_bytes(self.path(index), MAX_BYTES), int(self.labels[index])
         except UserError as error:
             raise UserError(f"{error}; remove or replace this image") from error
 
@@ -226,7 +247,7 @@ class FolderSplit:
     @property
     def fingerprint(self) -> str:
         """A checksum over paths, labels and sizes; where the folder lies does not matter."""
-        files = sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True))
+        files = sorted(zip(map(os.fsdecode, self._paths), self.labels.tolist(), strict=True))
         described = (f"{label} {file_state(self.root / path)[0]} {path}" for path, label in files)
         return fingerprint_of(chain(self.class_names, described))
 

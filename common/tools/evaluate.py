@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from common.checkpoint.classes import ORDER_HELP, ORDERS, match_classes, order_classes
 from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import ParallelMode, Predictor, all_reduce, naming_lost_ranks, shutdown
 from common.config.plan import DataSummary
-from common.data.image_folder import SPLITS
-from common.errors import UserError, format_table, print_wrapped
+from common.data.image_folder import SPLITS, note_missing
+from common.errors import UserError, format_table, list_some, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, gather, start
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
+    parser.add_argument("--class-order", choices=ORDERS, help=ORDER_HELP)
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
     parser.add_argument(
         "--set",
@@ -61,6 +63,7 @@ def main(argv: list[str]) -> None:
     run = open_model(
         args.run, args.set + [f"DATA.root={args.data}"] * bool(args.data), raw=args.raw
     )
+    run.name_classes(args.classes)
     data = run.config["DATA"]
     task = find_task(run.about["task"])
     data["root"] = data_root(run.config, task.download)
@@ -69,7 +72,7 @@ def main(argv: list[str]) -> None:
     if (args.data or args.split) and task.has_splits:
         data["split"] = args.split or "validation"
     summary = task.describe(data)
-    _check_labels(run, summary)
+    labels_of, warning = match_labels(run, summary, args.class_order)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
     own_file(
         output / "evaluation.json"
@@ -79,6 +82,8 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
+        if warning:
+            print_wrapped(warning, is_warning=True)
         then = run.about["data"].get("fingerprint", summary.fingerprint)
         if then != summary.fingerprint and not (args.data or args.split):
             print_wrapped(
@@ -94,16 +99,18 @@ def main(argv: list[str]) -> None:
         data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks
     )
     tally = Tally(predict.device)
+    to_model = torch.tensor(labels_of, device=predict.device)
     with naming_lost_ranks():
         for images, labels in tqdm(
             loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True
         ):
-            tally.add(predict(images), labels)
+            answers = torch.where(labels < 0, labels, to_model[labels.clamp(min=0)])
+            tally.add(predict(images), answers)
         loader.close()
         tally.sum_over_ranks()
     shutdown()
     if launch.rank == 0:
-        _report(run, tally, output, argv)
+        _report(run, tally, "by number" if warning else "by name", output, argv)
 
 
 def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) -> str:
@@ -140,25 +147,40 @@ class Tally:
         all_reduce(self.totals, ParallelMode.GLOBAL)
 
 
-def _check_labels(run: SavedRun, data: DataSummary) -> None:
-    """Raise `UserError` for a data set whose labels are not those that the model was trained
-    with.
+def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[list[int], str]:
+    """Return the model's class for each label of the data set, and a warning if no names say so.
+
+    The classes of a model that names none are then those of the data set, in ``order``. Raises
+    `UserError` for classes that the model does not know.
     """
-    root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
-    remedy = "pass its own data set with --data"
-    if data.num_classes > outputs:
-        raise UserError(f"{root} has {data.num_classes} classes, the model {outputs}: {remedy}")
-    known = run.about.get("data", {}).get("class_names", ())
-    for label, (ours, meaning, theirs) in enumerate(
-        zip(known, run.class_names, data.class_names, strict=False)
-    ):
-        if theirs not in (ours, meaning, str(label)):  # n01440764, "tench, Tinca tinca", or no name
-            raise UserError(
-                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: {remedy}"
-            )
+    root, about, names = run.config["DATA"]["root"], run.about["data"], data.class_names
+    warning = ""
+    if not about["class_names"]:
+        count = run.config["MODEL"]["num_classes"]
+        about["class_names"], warning = order_classes(names, order, count)
+    elif order:
+        raise UserError(f"--class-order {order}: the model names its classes: leave it out")
+    known = [about["class_names"], run.class_names]
+    has_words = not any(map(str.isdecimal, known[0]))
+    if has_words:
+        known.append([*map(str, range(len(known[1])))])  # ImageNetV2's folders are numbers
+    labels = match_classes(known, names)
+    unknown = [name for name, label in zip(names, labels, strict=True) if label is None]
+    if unknown:
+        raise UserError(
+            f"{root}: the model knows no class {list_some(unknown)} ({len(unknown)} of "
+            f"{len(names)}), it learned {list_some(known[0])}: rename or remove these, or pass its "
+            "own data set with --data"
+        )
+    if has_words and all(map(str.isdecimal, names)):
+        warning = (
+            f"warning: numbers name the classes of {root}: they count as the model's labels, "
+            f"{names[0]} as {known[1][labels[0]]!r}; --classes FILE names these"
+        )
+    return labels, warning  # pyright: ignore[reportReturnType]
 
 
-def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
+def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
     metrics = {
         "loss": loss / samples,
@@ -181,6 +203,8 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
         run.class_names, tally.answers, output / "confusion.png"
     )
     print_extremes(rows)
+    learned = run.class_names[: len(run.about["data"]["class_names"])]
+    print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
     print_wrapped(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}", 11)
     print(
         "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics),

@@ -5,6 +5,7 @@ predictions.
 import csv
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +22,7 @@ from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
-from common.tools import evaluate, predict
+from common.tools import evaluate, export, predict
 from common.tools.sweep_test import tables
 
 
@@ -121,13 +122,72 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
-    config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
-    run = mock.Mock(
-        about={"data": {"class_names": ["n01", "n02"]}},
-        class_names=["tench", "goldfish"],
-        config=config,
-    )
-    evaluate._check_labels(run, DataSummary(2, 2, 2, "", class_names=names))
+    about = {"data": {"class_names": ["n01", "n02"]}}
+    run = mock.Mock(about=about, class_names=["tench", "goldfish"], config={"DATA": {"root": ""}})
+    data = DataSummary(2, 2, 2, "", class_names=names)
+    assert evaluate.match_labels(run, data, None)[0] == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "timm"
+    export.main([str(run), "--to", "timm", "--output", str(folder)])
+    return folder
+
+
+# The model's class names in the order of its outputs; the test folder of each of these classes,
+# "-" for none, "/" after the name of an empty one; flags; whether the accuracy is that of the
+# images that are there; what is printed.
+CASES = """
+0 1 10 11 2 3 4      | 0 1 - - 2       |                    | right | 4 of 7 classes: 10, 11, 3, 4
+a b c d e f g        | - - c           |                    | right | by name; no images of 6 of 7
+a b c d e f g        | a b/ c          |                    | right | 5 of 7 classes: b, d, e, f, g
+caf\u00e9 b c d e f g    | cafe\u0301 b         |                    | right | no images of 5 of 7
+0 1 2 3 4 10 11      | g f e           | --classes FILE     | right | by name; no images of 4 of 7
+a b c d e f g        | 0 1 2           |                    | right | 0 as 'a'; --classes FILE names
+                     | a b c d e f g   |                    | right | names no classes
+                     | 0 1 2 3 4 10 11 |                    | wrong | timm's is 0, 1, 2, 3, 4 and 2
+                     | a B c D e F g   |                    | wrong | timm's is a, B, c, D, e and 2
+                     | 0 1 2 3 4 10 11 | --class-order timm | right | labels by name results
+                     | 0 1 10 11 2 3 4 | --class-order text | right | labels by name results
+                     | g f             | --classes FILE     | right | no images of 5 of 7
+                     | a b c           |                    | wrong | none of its 7 classes
+a b c d e f g        | a h             |                    | wrong | knows no class h (1 of 2), it
+a b c d e f g        | 0 7             |                    | wrong | knows no class 7 (1 of 2), it
+a b c d e f g        | a b             | --classes LICENSE  | wrong | names, the model has 7 classes
+a b c d e f g        | a b             | --class-order timm | wrong | the model names its classes
+"""
+
+
+@pytest.mark.parametrize("case", CASES.strip().splitlines())
+def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case):
+    known, folders, flags, is_right, said = map(str.strip, case.split("|"))
+    model = shutil.copytree(exported, tmp_path / "model")
+    about = json.loads((model / "config.json").read_text()) | {"label_names": known.split()}
+    (model / "config.json").write_text(json.dumps(about))
+    (tmp_path / "FILE").write_text("\ufeffg\nf\ne\nd\nc\nb\na\n")
+    (tmp_path / "images").mkdir()
+    present = []
+    for label, name in enumerate(folders.split()):
+        if name.endswith("/"):
+            (tmp_path / "images" / name).mkdir()
+        elif name != "-":
+            (tmp_path / "images" / name).symlink_to(data / "test" / NAMES[label])
+            present.append(label)
+    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    answers = timm_logits(run, pictures).argmax(1).numpy()
+    top1 = np.equal(labels, answers)[np.isin(labels, present)].mean()
+    words = flags.replace("FILE", str(tmp_path / "FILE")).split()
+    words += ["--data", tmp_path / "images", "--set", "DATA.loader=torchvision"]
+    try:
+        evaluate_run(model, *words, "--set", "DATA.workers=0", "--output", tmp_path / "output")
+    except UserError as error:
+        printed = str(error)
+    else:
+        printed = " ".join(chain(*map(str.split, capsys.readouterr())))
+    assert said in printed
+    assert (f"top1={top1:.4f}" in printed) == (is_right == "right")
+    shutdown()
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):
@@ -142,13 +202,7 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
     with pytest.raises(
-        UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"
-    ):
-        evaluate_run(run, "--data", other)
-    for split in ("train", "test"):
-        (other / split / "black").mkdir()
-    with pytest.raises(
-        UserError, match="other has 8 classes, the model 7: pass its own data set with --data"
+        UserError, match="knows no class orange .* or pass its own data set with --data"
     ):
         evaluate_run(run, "--data", other)
     with pytest.raises(UserError, match="--split test: tiny has one evaluation set; leave it out"):

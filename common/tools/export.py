@@ -46,6 +46,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
+    run.name_classes(args.classes)
     output = Path(
         args.output or run.folder / "export" / f"{run.checkpoint.name}{'-raw' * args.raw}" / args.to
     )

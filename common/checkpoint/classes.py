@@ -1,0 +1,56 @@
+"""Which class of a model a label of a data set means: that of its name.
+
+docs/own-images.md has the rules, and what happens where a side has no names.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from common.errors import UserError, list_some
+from common.files import canonical_name
+
+ORDERS = ("text", "timm")
+ORDER_HELP = "order in which a model that names no classes has the data set's (default: text)"
+CLASSES_HELP = "names of the model's classes, one a line, in the order of its outputs"
+
+
+def match_classes(known: Sequence[Sequence[str]], names: Sequence[str]) -> list[int | None]:
+    """Return the model's class for each of ``names``, None where no class, or several, has it.
+
+    ``known`` are lists of names of the model's classes, as synsets, and as "tench, Tinca tinca".
+    Equal lists match even if they repeat names, as ImageNet's repeat "crane".
+    """
+    wanted = [*map(canonical_name, names)]
+    labels: dict[str, int | None] = {}
+    for listed in known:
+        named = [*map(canonical_name, listed)]
+        if named == wanted:
+            return [*range(len(named))]
+        for label, name in enumerate(named):
+            labels[name] = label if labels.get(name, label) == label else None
+    return [labels.get(name) for name in wanted]
+
+
+def order_classes(names: Sequence[str], order: str | None, count: int) -> tuple[list[str], str]:
+    """Return names for a model's ``count`` classes, which it does not name, and a warning.
+
+    They are those of the data set, ``names``: in ``order`` "timm" in the natural order of timm's
+    train.py, else as they are, with a warning unless "text" says so.
+    """
+    from timm.utils.misc import natural_key  # timm takes a second to import
+
+    if len(names) != count:
+        raise UserError(
+            f"the model names none of its {count} classes, the data set has {len(names)}: name the "
+            "model's with --classes FILE"
+        )
+    natural = sorted(names, key=natural_key)
+    if order:
+        return natural if order == "timm" else [*names], ""
+    keys = [*map(natural_key, names)]  # equal for names that differ in case alone
+    is_clear = all(first < second for first, second in pairwise(keys))
+    timms = "" if is_clear else f", timm's is {list_some(natural)} (--class-order timm)"
+    return [*names], (
+        "warning: the model names no classes; their order is taken to be the data set's, "
+        f"{list_some(names)}{timms}; --classes FILE gives another"
+    )

@@ -19,15 +19,8 @@ from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_images_per_s
 from common.optim.build import layers_above
-from common.planner.prediction import (
-    ASSUMED_MFU,
-    DECODE,
-    LATENCY,
-    USABLE,
-    Cluster,
-    Planner,
-    Prediction,
-)
+from common.planner.cluster import DECODE, LATENCY, Cluster
+from common.planner.prediction import ASSUMED_MFU, USABLE, Planner, Prediction
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}

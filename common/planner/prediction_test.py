@@ -8,7 +8,8 @@ from common.colossal import resolve_parallel
 from common.config.load import load_config
 from common.config.plan import build_plan
 from common.errors import UserError
-from common.planner.prediction import Cluster, Planner, Prediction, check_limits
+from common.planner.cluster import Cluster
+from common.planner.prediction import Planner, Prediction, check_limits
 from common.planner.step_estimate import estimate_step
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)

@@ -28,7 +28,8 @@ from common.metrics.loggers import check_trackers
 from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
-from common.planner.prediction import CLUSTER_FLAGS, add_cluster_arguments, at_least_1, check_limits
+from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
+from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root
 
 

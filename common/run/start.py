@@ -31,8 +31,9 @@ from common.launch.detect import detect_launch, start
 from common.launch.signals import stop_signals
 from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
+from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
-from common.planner.prediction import DECODE, Planner, cluster_here, parse_cluster
+from common.planner.prediction import Planner
 from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
 from common.run.run import Run, read_evaluations
 from common.task import Task, named_root

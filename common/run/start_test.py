@@ -13,7 +13,7 @@ import torch
 from common.colossal import shutdown
 from common.config.load import load_config
 from common.errors import UserError
-from common.planner.prediction import Cluster, cluster_here
+from common.planner.cluster import Cluster, cluster_here
 from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu, explain_cudnn
 from common.task import data_root
@@ -190,7 +190,7 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
 def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsys):
     properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr("common.planner.prediction.torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("common.planner.cluster.torch.cuda.is_available", lambda: True)
     assert cluster_here() == Cluster("H200", 150e9, 8, 450e9, 50e9, 7300.0)
 
 

@@ -1,0 +1,135 @@
+"""The GPUs and links of a prediction, and the flags of --dry-run that describe them."""
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.model.flops import known_gpu
+from common.planner.step_estimate import Route
+
+LATENCY = 20e-6  # least seconds per collective; an assumption
+# images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image
+# (docs/performance.md)
+DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
+# the flags that `add_cluster_arguments` adds
+CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs and their hosts."""
+
+    gpu: str = "H100"  # a key of PEAKS
+    memory: float = 80e9  # bytes
+    node: int = 8  # GPUs per node
+    inside: float = 450e9  # bytes/s that a GPU sends within its node
+    between: float = 50e9  # bytes/s that a GPU sends to other nodes
+    decode: float = 7300.0  # images/s that the host decodes per GPU
+    # measured images/s of one GPU training the whole model, without communication
+    images_per_s: float | None = None
+
+    def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
+        """Return the time of ``calls`` collectives of ``nbytes`` in all: a ring sends them over
+        its slowest link.
+
+        In a group that spans nodes, each member has its own network link.
+        """
+        if len(ranks) == 1:
+            return 0.0
+        bandwidth = self.inside
+        if self._spans_nodes(ranks):
+            bandwidth = min(self.inside, self._members(ranks) * self.between)
+        return calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
+
+    def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
+        """Return the bytes that a GPU sends in groups within a node, and in groups that span
+        nodes.
+        """
+        inside = 0.0
+        between = 0.0
+        for (name, ranks), nbytes in nbytes_by_route.items():
+            sent = sent_share(name, len(ranks)) * nbytes
+            if self._spans_nodes(ranks):
+                between += sent
+            else:
+                inside += sent
+        return inside, between
+
+    def _members(self, ranks: tuple[int, ...]) -> int:
+        """Return the largest number of ``ranks`` on one node."""
+        return max(Counter(rank // self.node for rank in ranks).values())
+
+    def _spans_nodes(self, ranks: tuple[int, ...]) -> bool:
+        return self._members(ranks) < len(ranks)
+
+
+def sent_share(name: str, size: int) -> float:
+    """Return the ratio of bytes sent per process to message bytes, averaged over a group of
+    ``size``.
+
+    For ring algorithms, which are optimal (Patarasuk and Yuan, 2009).
+    """
+    return (2 if name == "all_reduce" else 1) * (size - 1) / size
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `parse_cluster` reads."""
+    group = parser.add_argument_group(
+        "prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes"
+    )
+    group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
+    group.add_argument("--gpus-per-node", type=at_least_1, help="default: 8")
+    links = (
+        "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link "
+        "per GPU)"
+    )
+    group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
+    group.add_argument(
+        "--images-per-s",
+        type=_positive,
+        help="measured training rate of one GPU with the whole model",
+    )
+    group.add_argument(
+        "--decode-images-per-s",
+        type=_positive,
+        help="images/s the host decodes per GPU (default: by the loader)",
+    )
+
+
+def at_least_1(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
+    return value
+
+
+def parse_cluster(args: argparse.Namespace, decode: float) -> Cluster:
+    """Return the cluster described by the flags, of GPUs like this machine's if it has one.
+
+    ``decode`` is used without ``--decode-images-per-s``.
+    """
+    inside, between = args.links or (None, None)
+    gigabytes = {"memory": args.gpu_memory, "inside": inside, "between": between}
+    given = {name: 1e9 * value for name, value in gigabytes.items() if value is not None}
+    others = {"node": args.gpus_per_node, "images_per_s": args.images_per_s}
+    given |= {name: value for name, value in others.items() if value is not None}
+    given["decode"] = args.decode_images_per_s or decode
+    return replace(cluster_here(), **given)
+
+
+def cluster_here() -> Cluster:
+    """Return a cluster of GPUs like this machine's, or of H100s with 80 GB without one."""
+    if not torch.cuda.is_available():
+        return Cluster()
+    properties = torch.cuda.get_device_properties(0)
+    return Cluster(known_gpu(properties.name) or "H100", properties.total_memory)

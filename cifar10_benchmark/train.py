@@ -11,7 +11,8 @@ from common.data.batch_augment import BatchAugment
 from common.data.mixup import MixupLoss
 from common.errors import run_command
 from common.model.build import build_model, freeze
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.optim.build import build_optimizer
+from common.optim.schedules import build_lr_scheduler
 from common.run.start import start_run
 
 

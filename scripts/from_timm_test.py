@@ -17,7 +17,8 @@ from common.config.plan import DataSummary, Plan, build_plan
 from common.data.mixup import MixupLoss
 from common.files import ROOT
 from common.model.build import build_model, timm_arguments
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.optim.build import build_optimizer
+from common.optim.schedules import build_lr_scheduler
 
 PAGE = ROOT / "docs" / "from-timm.md"
 TINY = [

@@ -28,7 +28,8 @@ from common.config.fields import (
 )
 from common.config.model_keys import Model, TimmModel, choose_model
 from common.errors import UserError
-from common.optim.build import OPTIMIZERS, SCHEDULES
+from common.optim.build import OPTIMIZERS
+from common.optim.schedules import SCHEDULES
 
 TorchvisionRandAugment = Annotated[
     tuple[int, Number],

@@ -12,7 +12,8 @@ from common.config.fields import parse
 from common.config.model_keys import Model, TimmModel, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.optim.build import build_optimizer
+from common.optim.schedules import build_lr_scheduler
 
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 DEIT3_INIT_VALUES = 1e-6

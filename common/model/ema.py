@@ -17,39 +17,41 @@ class EmaHook(BaseHook):
     reproduces the averages. A skipped update leaves them unchanged too.
 
     Attributes:
-        averages: of the trained parameters, and of batch norms' statistics, by name, float32; of a
-        sharded model, this
-            rank's shards.
+        averages: by name, float32, those of the trained parameters and of batch norms' statistics;
+            of a sharded model, this rank's shards.
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
-        super().__init__(
-            priority=5
-        )  # before a checkpoint is saved, which also contains the weights
-        self.decay, self.warmup = decay, warmup
-        self.parameters: dict[str, Tensor] = {
-            name: p for name, p in named_shards(model).items() if p.requires_grad
-        }
-        self.parameters |= {
-            name: b for name, b in kept_buffers(model).items() if b.is_floating_point()
-        }
-        self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+        # before a checkpoint is saved, which contains weights and averages
+        super().__init__(priority=5)
+        self.decay = decay
+        self.warmup = warmup
+        self.averaged: dict[str, Tensor] = {}
+        for name, parameter in named_shards(model).items():
+            if parameter.requires_grad:
+                self.averaged[name] = parameter
+        for name, buffer in kept_buffers(model).items():
+            if buffer.is_floating_point():
+                self.averaged[name] = buffer
+        self.averages = {name: p.detach().float().clone() for name, p in self.averaged.items()}
         self._weights: list[Tensor] = []  # while the averages replace them
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.update_done:
-            step = trainer.step
-            decay = min(self.decay, (1 + step) / (10 + step) if self.warmup else step - 1)
-            weights = [p.detach().float() for p in self.parameters.values()]
-            averages = list(self.averages.values())
-            changes = torch._foreach_sub(weights, averages)
-            torch._foreach_mul_(
-                changes, (1 - decay) * trainer.engine.optimizer.grad_norm.isfinite()
-            )
-            torch._foreach_add_(averages, changes)
+        if not trainer.update_done:
+            return
+        step = trainer.step
+        limit = (1 + step) / (10 + step) if self.warmup else step - 1
+        decay = min(self.decay, limit)
+        # 0 where the update was skipped, on the device: the host does not wait for it
+        is_applied = trainer.engine.optimizer.grad_norm.isfinite()
+        weights = [p.detach().float() for p in self.averaged.values()]
+        averages = list(self.averages.values())
+        changes = torch._foreach_sub(weights, averages)
+        torch._foreach_mul_(changes, (1 - decay) * is_applied)
+        torch._foreach_add_(averages, changes)
 
     def before_test(self, trainer: Trainer) -> None:
-        self._weights = [p.detach().clone() for p in self.parameters.values()]
+        self._weights = [p.detach().clone() for p in self.averaged.values()]
         self._set(list(self.averages.values()))
 
     def after_test(self, trainer: Trainer) -> None:
@@ -61,4 +63,4 @@ class EmaHook(BaseHook):
             self.after_test(trainer)
 
     def _set(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_([p.detach() for p in self.parameters.values()], values)
+        torch._foreach_copy_([p.detach() for p in self.averaged.values()], values)

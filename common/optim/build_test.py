@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from common.colossal import CosineAnnealingWarmupLR, LinearWarmupLR
 from common.model.build import build_model, timm_arguments
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
+from common.optim.schedules import build_lr_scheduler
 
 PEAK = 1.8e-2
 TINY = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 11, "heads": 2, "num_classes": 3}

@@ -2,18 +2,16 @@
 PyTorch's FSDP2.
 
 - ``zero = dict(stage=1)`` shards the optimizer's state. Each step gathers the parameters once and
-  reduces each gradient
-  to the rank that holds its shard once: the bytes of an all-reduce. Parameters and gradients are
-  whole in between.
+  reduces each gradient once to the rank that holds its shard: the bytes of an all-reduce. In
+  between, each rank has the full parameters and gradients.
 - ``stage=3`` shards parameters and gradients too. Every forward and backward pass gathers them
   block by block.
 
 The shards have float32 parameters; in mixed precision the blocks are gathered in half precision.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,16 +32,21 @@ DATA = ParallelMode.DATA
 
 def check_zero(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for keys that contradict ``zero``; ``parallel`` is resolved."""
-    if not (zero := config.get("zero")):
+    zero = config.get("zero")
+    if not zero:
         return
-    mode, fp16 = config["parallel"]["tensor"]["mode"], config.get("fp16") or {}
-    contradictions = {
-        f"parallel.tensor.mode={mode!r}": ("'1d' or None", mode not in (None, "1d")),
-        "fp16.opt_level='O3'": ("'O2'", fp16.get("opt_level") == "O3"),
-        f"COMPILE={config.get('COMPILE')!r}": ("True", config.get("COMPILE") == "model"),
-        f"torch_ddp={config.get('torch_ddp')}": ("dict()", bool(config.get("torch_ddp"))),
-    }
-    for key, (remedy, is_wrong) in contradictions.items():
+    mode = config["parallel"]["tensor"]["mode"]
+    opt_level = (config.get("fp16") or {}).get("opt_level")
+    compiled = config.get("COMPILE")
+    torch_ddp = config.get("torch_ddp")
+    # (whether it contradicts, the key and its value, a value that does not)
+    rules = (
+        (mode not in (None, "1d"), f"parallel.tensor.mode={mode!r}", "'1d' or None"),
+        (opt_level == "O3", "fp16.opt_level='O3'", "'O2'"),
+        (compiled == "model", f"COMPILE={compiled!r}", "True"),
+        (bool(torch_ddp), f"torch_ddp={torch_ddp}", "dict()"),
+    )
+    for is_wrong, key, remedy in rules:
         if is_wrong:
             raise UserError(
                 f"zero={dict(zero)} does not support {key}: set it to {remedy}, or zero=None"
@@ -64,76 +67,89 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def _shard_data_parallel(model: nn.Module) -> None:
-    """Shard ``model`` and set ``model.shards``: plain tensors that share memory with FSDP's, by
-    name.
+    """Shard ``model`` and set ``model.shards``: plain tensors by name that share memory with
+    FSDP's.
 
     The optimizer updates these, because it is faster on them than on DTensors, and LAMB's norms can
     be reduced at once.
     """
-    device, size = get_accelerator().get_current_device(), gpc.get_world_size(DATA)
+    size = gpc.get_world_size(DATA)
+    rank = gpc.get_local_rank(DATA)
+    # how each parameter is cut already, by tensor parallelism
+    cut = {
+        name: getattr(parameter, "shard", None) or Shard(shape=tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    }
+    _apply_fsdp(model, size)
+    model.shards = {}
+    for name, source in model.named_parameters():
+        dim = _placement_dim(source.shape, size)
+        # as torch.chunk: the last shards may be smaller, or empty
+        start = min(-(-source.shape[dim] // size) * rank, source.shape[dim])
+        shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
+        shard.source = source
+        shard.shard = replace(cut[name], part=(dim, start, shard.shape[dim]))
+        model.shards[name] = shard
+
+
+def _apply_fsdp(model: nn.Module, size: int) -> None:
+    """Let FSDP2 shard each block, and then what is outside of blocks."""
+    device = get_accelerator().get_current_device()
     with unset_fake_temporarily():
         mesh = DeviceMesh.from_group(gpc.get_group(DATA), device.type)
-    precision = build_mixed_precision(gpc.config.get("fp16"), device.type)
-    gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
-    whole = {
-        name: getattr(p, "shard", None) or Shard(shape=tuple(p.shape))
-        for name, p in model.named_parameters()
-    }
     options: dict[str, Any] = dict(
         mesh=mesh,
         shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size)),
     )
+    precision = build_mixed_precision(gpc.config.get("fp16"), device.type)
+    gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    stages = (
-        [one] if type(one) not in (nn.ModuleList, nn.Sequential) else one
-        for one in getattr(model, "blocks", ())
-    )
-    for block in chain.from_iterable(
-        stages
-    ):  # of some of timm's models, which never call a stage itself
-        computed_in_half = [
-            layer for name, layer in block.named_children() if name in ("attn", "mlp")
-        ]
-        with_weights = [
-            layer for part in computed_in_half for layer in part.modules() if layer._parameters
-        ]
-        if computed_in_half and all("Linear" in type(layer).__name__ for layer in with_weights):
-            fully_shard(computed_in_half, mp_policy=policy, **options)
+    for block in _blocks(model):
+        branches = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
+        if branches and all(map(_is_linear, branches)):
+            # norms and LayerScale stay in float32, with what is outside of blocks
+            fully_shard(branches, mp_policy=policy, **options)
         else:
             fully_shard(block, **options)
     fully_shard(model, **options)
     for layer in model.modules():
         if isinstance(layer, FSDPModule):
             layer.set_force_sum_reduction_for_comms(True)  # not every gloo has an average
-    model.shards = {}
-    for name, source in model.named_parameters():
-        dim = _placement_dim(source.shape, size)
-        start = min(-(-source.shape[dim] // size) * gpc.get_local_rank(DATA), source.shape[dim])
-        shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
-        shard.source, shard.shard = (
-            source,
-            replace(whole[name], part=(dim, start, shard.shape[dim])),
-        )
-        model.shards[name] = shard
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a model, those of its stages where it has stages."""
+    for part in getattr(model, "blocks", ()):
+        # some of timm's models never call a stage itself, so that FSDP could not gather for it
+        if type(part) in (nn.ModuleList, nn.Sequential):
+            yield from part
+        else:
+            yield part
+
+
+def _is_linear(branch: nn.Module) -> bool:
+    """Return whether all layers with parameters in ``branch`` are linear, of whatever kind."""
+    with_parameters = [layer for layer in branch.modules() if layer._parameters]
+    return all("Linear" in type(layer).__name__ for layer in with_parameters)
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:
-    """Return the dimension to shard: the channels of tokens [1, N, D] if they divide, else 0, which
-    FSDP pads.
+    """Return the dimension to shard: the channels of tokens [1, N, D] if they divide, else the
+    first, which FSDP pads.
     """
     return 2 if len(shape) == 3 and shape[2] % size == 0 else 0
 
 
 def set_communication(model: FSDPModule, is_training: bool, is_last: bool) -> None:
-    """Set what the next forward and backward pass gathers, keeps and reduces; ``is_last``: of the
-    step.
+    """Set what the next forward and backward pass gathers, keeps and reduces.
+
+    ``is_last`` says that the pass is the last of the step.
     """
     is_sharded = gpc.config["zero"]["stage"] == 3
-    # evaluation must not keep whole parameters, which the weights that follow would not change
+    # Evaluation must not keep full parameters, which an update of the shards would not change.
     model.set_reshard_after_forward(is_sharded or not is_training)
-    model.set_reshard_after_forward(
-        not is_training, recurse=False
-    )  # the backward pass begins with these
+    # The root's parameters are the first that the backward pass needs.
+    model.set_reshard_after_forward(not is_training, recurse=False)
     model.set_reshard_after_backward(is_sharded or is_last)
     model.set_requires_gradient_sync(is_sharded or is_last)
 
@@ -143,8 +159,7 @@ def collect_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
-            grad = source.grad.to_local()  # parameter.grad, if any, is by `StepOptimizer._poison`
-            parameter.grad, source.grad = (
-                grad if parameter.grad is None else grad + parameter.grad,
-                None,
-            )
+            grad = source.grad.to_local()
+            source.grad = None
+            # A gradient that is there already is the NaN of `StepOptimizer._poison`.
+            parameter.grad = grad if parameter.grad is None else grad + parameter.grad

@@ -109,7 +109,7 @@ def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch):
 
 
 def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
-    command = ["--config", "vit_s16_vanilla", "--dry-run", "--set", "MODEL.depth=2"]
+    command = ["--config", "vit_s16_vanilla", "--dry-run", "--set=MODEL.depth=2"]
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
     assert "- A GPU computes 228-396 TFLOP/s: 23%-40% of the peak of an H100 (assumed;" in lines
@@ -119,7 +119,7 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
         row = next(line.split("|")[2:] for line in lines if re.match(rf"\| *{name} \|", line))
         flags = next(line.removeprefix(name) for line in lines if line.startswith(f"{name}: "))
-        train_dali.main([*command, "--set", "GPUS=8", *flags.removeprefix(": ").split()])
+        train_dali.main([*command, "--set=GPUS=8", *flags.removeprefix(": ").split()])
         plan = capsys.readouterr().out
         batch, memory, *_ = (cell.strip() for cell in row)
         groups, micro, accumulation = batch.split("x")

@@ -32,7 +32,6 @@ from common.checkpoint.save import (
     load_full_state_dict,
     mark_best,
     newest_checkpoint,
-    repair_best,
     write_checkpoint,
 )
 from common.colossal import (
@@ -255,8 +254,6 @@ class CheckpointHook(BaseHook):
         # a branch marks its own best; figures on different data do not compare
         if path.parent == self.folder and same_data:
             self.best = state["best_top1"], -state["best_loss"]
-        if gpc.get_global_rank() == 0:
-            repair_best(self.folder)
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)

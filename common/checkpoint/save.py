@@ -117,24 +117,21 @@ def best_checkpoint(folder: Path) -> Path | None:
     folder.
     """
     file, link = folder / BEST_FILE, folder / BEST
-    if file.exists():
-        name = read_text(file).strip()
-    elif link.is_symlink():
-        name = link.readlink().name
-    elif (link / MARKER).is_file():
-        return _original(link) or link
-    else:
-        return None
+    if not (file.exists() or link.is_symlink()):
+        return _original(link)
+    name = read_text(file).strip() if file.exists() else link.readlink().name
     return next((path for path in list_checkpoints(folder) if path.name == name), None)
 
 
 def _original(copy: Path) -> Path | None:
-    """Return the checkpoint beside ``copy`` with the same checksums, or None."""
+    """Return the checkpoint beside ``copy`` with the same checksums, else ``copy``; None where that
+    is no checkpoint.
+    """
     marker = copy / MARKER
     if not marker.is_file():
         return None
     beside = list_checkpoints(copy.parent)
-    return next((path for path in beside if read_text(path / MARKER) == read_text(marker)), None)
+    return next((p for p in beside if read_text(p / MARKER) == read_text(marker)), copy)
 
 
 def mark_best(path: Path) -> None:
@@ -149,27 +146,18 @@ def mark_best(path: Path) -> None:
     sync(partial)
     partial.replace(folder / BEST_FILE)
     if link.is_dir() and not link.is_symlink():
-        if _original(link):
-            shutil.rmtree(link)
-        else:
+        if _original(link) in (None, link):
             kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
             link.rename(kept)
             warn(f"{link} is a folder without another copy: it is now {kept}")
+        else:
+            shutil.rmtree(link)
     try:
         partial_link.unlink(missing_ok=True)
         partial_link.symlink_to(path.name)
         partial_link.replace(link)
     except OSError:  # no links here: none is better than one to an earlier checkpoint
         link.unlink(missing_ok=True)
-
-
-def repair_best(folder: Path) -> None:
-    """Mark the best checkpoint in ``folder`` again: of a copied run, or one of an earlier
-    version.
-    """
-    best = best_checkpoint(folder)
-    if best and best.name != BEST:
-        mark_best(best)
 
 
 def clear_old(newest: Path, keep: int) -> None:

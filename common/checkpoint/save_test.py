@@ -19,7 +19,6 @@ from common.checkpoint.save import (
     clear_old,
     list_checkpoints,
     mark_best,
-    repair_best,
     write_checkpoint,
 )
 from common.testing.checkpoints import build_content
@@ -127,8 +126,6 @@ def test_the_best_is_marked_whatever_is_in_the_place_of_its_link(
     assert best_checkpoint(tmp_path) == expected
     if not has_links:
         monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=PermissionError))
-    repair_best(tmp_path)
-    assert best_checkpoint(tmp_path) == expected
     mark_best(second)
     assert best_checkpoint(tmp_path) == second
     assert link.exists() == has_links

@@ -36,21 +36,22 @@ RENAMED = {
 }
 # What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
 WITHOUT_EFFECT = {
-    "min_scale",
-    "hysteresis",
-    "max_scale",
-    "log_num_zeros_in_grad",
-    "verbose",
+    "cast_model_outputs",
     "cast_model_type",
-}
-WITHOUT_EFFECT |= {
-    "patch_torch_functions",
+    "hysteresis",
     "keep_batchnorm_fp32",
-    "master_weights",
+    "log_num_zeros_in_grad",
     "loss_scale",
+    "master_weights",
+    "max_loss_scale",
+    "max_scale",
+    "min_loss_scale",
+    "min_scale",
     "num_losses",
+    "patch_torch_functions",
+    "verbose",
+    "verbosity",
 }
-WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
 # What a config says for itself: how a batch is cut.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 

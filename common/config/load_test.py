@@ -251,32 +251,28 @@ def test_the_remedies_of_the_messages_lead_to_a_config(recipe, setting):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (
-            MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS",
-            "unknown key WARM_EPOCHS; did you mean",
+    {
+        MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS": (
+            "unknown key WARM_EPOCHS; did you mean"
         ),
-        (MINIMAL.replace("LEARNING_RATE", "lr"), "unknown key lr; did you mean 'LEARNING_RATE'"),
-        (MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE", "unknown key SIDE$"),
-        (
-            "from configs.vit_s16_vanila import *",
-            "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'",
+        MINIMAL.replace("LEARNING_RATE", "lr"): "unknown key lr; did you mean 'LEARNING_RATE'",
+        MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE": "unknown key SIDE$",
+        "from configs.vit_s16_vanila import *": (
+            "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"
         ),
-        ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
-        (
-            B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2",
-            "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign",
+        "from configs.vit_b16 import MODLE": "line 1: configs.vit_b16 has no MODLE",
+        B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2": (
+            "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"
         ),
-        (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
-        ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
-        ("BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
-        (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
-        (
-            MINIMAL + "SEED = (1,\n  SEDE)",
-            "config.py, line 5: NameError: name 'SEDE' is not defined$",
+        B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4": "derives other keys from NUM_EPOCHS",
+        "NUM_EPOCHS = 1": "config.py: LEARNING_RATE is missing: peak",
+        "BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1": "^TOTAL_BATCH_SIZE is missing: samples",
+        MINIMAL + "SEED = 1 +": "config.py, line 4: SyntaxError: invalid syntax$",
+        MINIMAL + "SEED = (1,\n  SEDE)": (
+            "config.py, line 5: NameError: name 'SEDE' is not defined$"
         ),
-        (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
-    ],
+        MINIMAL + "import sys\nsys.exit(0)": "config.py, line 5: SystemExit: 0$",
+    }.items(),
 )
 def test_a_wrong_file_is_refused(tmp_path, text, words):
     with pytest.raises(UserError, match=words):

@@ -183,25 +183,20 @@ def test_a_config_with_a_model_or_a_recipe_is_complete(tmp_path, capsys, text):
 
 @pytest.mark.parametrize(
     ("lines", "words"),
-    [
-        ("seed = 1\nSEED = 2", "seed=1 and SEED=2 are the same key: keep SEED"),
-        (
-            "HIDDEN_SIZE = 768",
-            "unknown key HIDDEN_SIZE; did you mean 'MODEL.width'",
-        ),  # of the example with pipelines
-        ("dali = dict(mixup=1)", "unknown key dali.mixup: known are"),
-        ("DROP_RATE = 2", "MODEL.dropout=2: expected number >= 0 and < 1"),
-        ("BATCH_SIZE = 'all'", "BATCH_SIZE='all': expected integer"),
-        ("gradient_accumulation = '4'", "^gradient_accumulation='4': expected integer"),
-        (
-            "NUM_EPOCHS = LEARNING_RATE = 1\nDROP_RATE = 0.1\nMODEL = 'small'",
-            "MODEL='small': expected dict",
+    {
+        "seed = 1\nSEED = 2": "seed=1 and SEED=2 are the same key: keep SEED",
+        "HIDDEN_SIZE = 768": "unknown key HIDDEN_SIZE; did you mean 'MODEL.width'",
+        "dali = dict(mixup=1)": "unknown key dali.mixup: known are",
+        "DROP_RATE = 2": "MODEL.dropout=2: expected number >= 0 and < 1",
+        "BATCH_SIZE = 'all'": "BATCH_SIZE='all': expected integer",
+        "gradient_accumulation = '4'": "^gradient_accumulation='4': expected integer",
+        "NUM_EPOCHS = LEARNING_RATE = 1\nDROP_RATE = 0.1\nMODEL = 'small'": (
+            "MODEL='small': expected dict"
         ),
-        (
-            "zero = dict(type='ZeroRedundancyOptimizer_Level_2')",
-            "unknown key zero.type; did you mean 'zero.stage'",
+        "zero = dict(type='ZeroRedundancyOptimizer_Level_2')": (
+            "unknown key zero.type; did you mean 'zero.stage'"
         ),
-    ],
+    }.items(),
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, lines, words):
     with pytest.raises(UserError, match=words):

@@ -426,39 +426,30 @@ class Config(Section):
         return self
 
     def check_conflicts(self) -> None:
-        """Raise `UserError` for a value that others leave without effect, or that exceeds them."""
+        """Raise `UserError` for the first of `CONFLICTS`, with the ``--set`` that resolves it."""
         fields = type(self).model_fields
         given = {name for name, field in fields.items() if getattr(self, name) != field.default}
-        conflicts = [
-            (name, "has no effect with", others)
-            for name, others in NEEDS.items()
-            if name in given and given.isdisjoint(others)
-        ]
-        conflicts += [
-            (name, "is too large for", [other])
-            for name, exceeds, other in TOO_LARGE
-            if name in given and exceeds(getattr(self, name), getattr(self, other))
-        ]
-        for name, why, others in conflicts:
-            shown = " and ".join(f"{other}={getattr(self, other)!r}" for other in others)
-            raise UserError(
-                f"{name}={getattr(self, name)!r} {why} {shown}: leave it out, or add "
-                f"--set {name}={fields[name].default}"
-            )
+        for name, exceeds, *others in CONFLICTS:
+            value, *limits = (getattr(self, key) for key in (name, *others))
+            if name in given and (exceeds(value, *limits) if exceeds else given.isdisjoint(others)):
+                why = "is too large for" if exceeds else "has no effect with"
+                shown = " and ".join(map("{}={!r}".format, others, limits))
+                raise UserError(
+                    f"{name}={value!r} {why} {shown}: leave it out, or add "
+                    f"--set {name}={fields[name].default}"
+                )
 
 
-# Keys that have an effect only where one of others is not at its default.
-NEEDS = {
-    "BCE_SUM": ["BCE_THRESHOLD"],
-    "EMA_WARMUP": ["EMA"],
-    "ERASING_MODE": ["ERASING"],
-    "MIXUP_OFF_EPOCHS": ["MIXUP", "CUTMIX"],
-    "WARMUP_LR": ["WARMUP_EPOCHS"],
-}
-# Keys that another limits.
-TOO_LARGE = (
-    ("MIN_LR", operator.gt, "LEARNING_RATE"),
+# A key, the comparison in which it exceeds the next one, and that. With None the key has no effect
+# while the others are at their defaults.
+CONFLICTS = (
+    ("BCE_SUM", None, "BCE_THRESHOLD"),
+    ("EMA_WARMUP", None, "EMA"),
+    ("ERASING_MODE", None, "ERASING"),
+    ("MIXUP_OFF_EPOCHS", None, "MIXUP", "CUTMIX"),
     ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),
+    ("MIN_LR", operator.gt, "LEARNING_RATE"),
+    ("WARMUP_LR", None, "WARMUP_EPOCHS"),
     ("WARMUP_LR", operator.gt, "LEARNING_RATE"),
 )
 

@@ -159,17 +159,17 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--help-config", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
-        (["--allow-change", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
-        (["--resume", "run", "--profile", "3"], "--resume run: .* use --init"),
-        (["--gpus", "8"], "--gpus 8: requires --dry-run; a run counts its processes itself"),
-        (["--gpus-per-node", "4", "--dry-run"], "--gpus-per-node: requires --dry-run --gpus N"),
-    ],
+    {
+        "--help-config Depth": "Depth: unknown key; did you mean 'MODEL.depth'",
+        "--allow-change Depth": "Depth: unknown key; did you mean 'MODEL.depth'",
+        "--resume run --profile 3": "--resume run: .* use --init",
+        "--gpus 8": "--gpus 8: requires --dry-run; a run counts its processes itself",
+        "--gpus-per-node 4 --dry-run": "--gpus-per-node: requires --dry-run --gpus N",
+    }.items(),
 )
 def test_what_is_refused(words, message):
     with pytest.raises(UserError, match=message):
-        parse_arguments(["--config", "quickstart", *words], "")
+        parse_arguments(["--config", "quickstart", *words.split()], "")
 
 
 def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tmp_path):

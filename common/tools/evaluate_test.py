@@ -47,7 +47,7 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, ca
     evaluate_run(run)
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
-    evaluate_run(run, "--set", "fp16=None")
+    evaluate_run(run, "--set=fp16=None")
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
     said = capfd.readouterr().out
     assert "checkpoints/step-00000010 (the best)" in said
@@ -55,7 +55,7 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, ca
 
 
 def test_equals_it_in_two_processes(run, tmp_path):
-    run_ranks(2, evaluate_run, run, "--output", tmp_path, "--set", "MICRO_BATCH_SIZE=4")
+    run_ranks(2, evaluate_run, run, "--output", tmp_path, "--set=MICRO_BATCH_SIZE=4")
     found = metrics_of(json.loads((tmp_path / "evaluation.json").read_text()))
     expected = metrics_of(read_metrics(run)[-1]) | {"samples": SAMPLES["test"]}
     assert found == pytest.approx(expected, rel=1e-6)
@@ -103,21 +103,16 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
 
 def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
-    file = copy / "checkpoints" / "step-00000010" / "model.safetensors"
+    file = copy / "checkpoints/step-00000010/model.safetensors"
     weights = load_file(file)
     weights["head.bias"][0] = np.nan
     save_file(weights, file)
     line = "error: 45 of 45 images have no answer, which counts as wrong: "
     assert run_forked(evaluate.main, [copy], code=2).stderr.startswith(line)
-    found = read(copy)
-    assert (found["loss"], found["top1"], found["top5"]) == (None, 0, 0)
-    table = copy / "evaluation" / "step-00000010" / "classes.csv"
-    assert table.read_text().splitlines()[1] == "0,blue,7,0.0000,0.0000,,NaN (7)"
-    image = str(data / "test/red/04.png")
-    ended = run_forked(predict.main, [copy, image, "--json"], code=2)
+    assert [read(copy)[name] for name in ("loss", "top1", "top5")] == [None, 0, 0]
+    ended = run_forked(predict.main, [copy, data / "test/red/04.png", "--json"], code=2)
     assert json.loads(ended.stdout)["classes"] is None
-    line = f"error: {image}: the model's outputs are not finite (NaN)\n"
-    assert (ended.stderr, run_forked(predict.main, [copy, image], code=2).stderr) == (line, line)
+    assert ended.stderr.endswith("04.png: the model's outputs are not finite (NaN)\n")
 
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
@@ -194,10 +189,10 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     evaluate_run(run, "--data", data, "--raw")
     assert [*(run / "evaluation").glob(f"step-00000010-raw-{data.name}-??????/evaluation.json")]
     other = write_images(tmp_path / "other")
-    evaluate_run(run, "--set", f"DATA.root={other}")
+    evaluate_run(run, f"--set=DATA.root={other}")
     assert "has changed" not in capsys.readouterr().out
     next((other / "train" / "red").iterdir()).unlink()
-    evaluate_run(run, "--set", f"DATA.root={other}")
+    evaluate_run(run, f"--set=DATA.root={other}")
     assert "warning: the data set has changed" in capsys.readouterr().out
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")

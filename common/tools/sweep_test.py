@@ -66,7 +66,7 @@ def tables(text: str) -> list[list[str]]:
 
 def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    grid = ["--grid", "TOTAL_BATCH_SIZE=70,14", "--grid", "LEARNING_RATE=1,2"]
+    grid = ["--grid=TOTAL_BATCH_SIZE=70,14", "--grid=LEARNING_RATE=1,2"]
     sweep.main([*words, *grid])
     names = [
         f"TOTAL_BATCH_SIZE={batch},LEARNING_RATE={rate}" for batch in (70, 14) for rate in (1, 2)
@@ -90,14 +90,12 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     (folder / names[2] / "metrics.jsonl").unlink()  # as one that was stopped
     sweep.main([*words, *grid])
     assert capsys.readouterr().out.count(": finished already\n") == 3
-    sweep.main(
-        [*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"]
-    )  # joins the others
+    sweep.main([*words, "--grid=TOTAL_BATCH_SIZE=28", "--grid=LEARNING_RATE=1"])  # joins the others
     for seed in (1, 2):  # another command: the run decides
-        sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", f"SEED={seed}"])
+        sweep.main([*words, "--grid=LEARNING_RATE=3", f"--set=SEED={seed}"])
     os.utime(tmp_path / "tiny.py", (3e9, 3e9))  # edited since
-    sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", "SEED=2"])
-    sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
+    sweep.main([*words, "--grid=LEARNING_RATE=3", "--set=SEED=2"])
+    sweep.main(["--output", str(folder), "--best=LEARNING_RATE"])
     assert trained[4:] == [
         names[2],
         "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1",
@@ -174,30 +172,25 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (
-            ["--grid", "LEARNING_RATE=1", "--grid", "LERNING_RATE=2"],
-            "LERNING_RATE: unknown key; did you mean 'LEARN",
+    {
+        "--grid LEARNING_RATE=1 --grid LERNING_RATE=2": (
+            "LERNING_RATE: unknown key; did you mean 'LEARN"
         ),
-        (
-            ["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"],
-            "TOTAL_BATCH_SIZE=14 is not divisible",
+        "--grid LEARNING_RATE=1 --grid gradient_accumulation=1,3": (
+            "TOTAL_BATCH_SIZE=14 is not divisible"
         ),
-        (["--grid", "LEARNING_RATE"], "write it as KEY=VALUE,VALUE"),
-        (["--grid", "LEARNING_RATE=1", "--grid", "LEARNING_RATE=2"], "a key is named twice"),
-        (["--grid", "MODEL=dict(a=[(1,2),(3,4)])"], "unknown key MODEL.a;"),
-        (["--grid", "INIT=a/b,a_b"], "two combinations would share the folder INIT=a_b"),
-        (
-            ["--grid", "LEARNING_RATE=1", "--best", "SED", "--grid", "SEED=1"],
-            "--best SED: .*did you mean 'SEED'",
-        ),
-        (["--set", "LEARNING_RATE=1", "--config", ""], "need --config, or --grid CONFIG=A,B"),
-        (["--grid", "LEARNING_RATE=13,1"], "LEARNING_RATE=13 did not start .exit status 2"),
-    ],
+        "--grid LEARNING_RATE": "write it as KEY=VALUE,VALUE",
+        "--grid LEARNING_RATE=1 --grid LEARNING_RATE=2": "a key is named twice",
+        "--grid MODEL=dict(a=[(1,2),(3,4)])": "unknown key MODEL.a;",
+        "--grid INIT=a/b,a_b": "two combinations would share the folder INIT=a_b",
+        "--grid LEARNING_RATE=1 --best SED --grid SEED=1": "--best SED: .*did you mean 'SEED'",
+        "--set LEARNING_RATE=1 --config ": "need --config, or --grid CONFIG=A,B",
+        "--grid LEARNING_RATE=13,1": "LEARNING_RATE=13 did not start .exit status 2",
+    }.items(),
 )
 def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, message):
     with pytest.raises(UserError, match=message):
-        sweep.main([*words, *arguments])
+        sweep.main([*words, *arguments.split(" ")])
     assert trained == []
 
 
@@ -222,29 +215,25 @@ def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train
         [
             *words[1:],
             f"--train={found[2][0]}",
-            "--grid",
-            "CONFIG=own.py",
-            "--grid",
-            "LEARNING_RATE=1",
+            "--grid=CONFIG=own.py",
+            "--grid=LEARNING_RATE=1",
         ]
     )
-    sweep.main([*words, "--set", "LEARNING_RATE=2"])
+    sweep.main([*words, "--set=LEARNING_RATE=2"])
     assert trained == ["CONFIG=own.py,LEARNING_RATE=1", "run"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
     parallel = [
-        "--set",
-        "TENSOR_PARALLEL_SIZE=2",
-        "--set",
-        "TENSOR_PARALLEL_MODE=1d",
+        "--set=TENSOR_PARALLEL_SIZE=2",
+        "--set=TENSOR_PARALLEL_MODE=1d",
     ]  # as many processes
     for grid, code, shown in (
         ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
         ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped; rerun the command to resume\n"),
     ):
         with pytest.raises(SystemExit, match=f"^{code}$"):
-            sweep.main([*words[:-1], *parallel, "--grid", f"LEARNING_RATE={grid}"])
+            sweep.main([*words[:-1], *parallel, f"--grid=LEARNING_RATE={grid}"])
         out, err = capsys.readouterr()
         assert err == shown
         assert code == 143 or [row[-1] for row in tables(out)[2:4]] == [

@@ -31,12 +31,19 @@ def match_classes(known: Sequence[Sequence[str]], names: Sequence[str]) -> list[
     return [labels.get(name) for name in wanted]
 
 
-def order_classes(names: Sequence[str], order: str | None, count: int) -> tuple[list[str], str]:
-    """Return names for a model's ``count`` classes, which it does not name, and a warning.
+def order_classes(
+    known: Sequence[str], names: Sequence[str], order: str | None, count: int
+) -> tuple[list[str], str]:
+    """Return names for a model's ``count`` classes, and a warning if it does not name them itself,
+    as ``known``.
 
-    They are those of the data set, ``names``: in ``order`` "timm" in the natural order of timm's
-    train.py, else as they are, with a warning unless "text" says so.
+    Then they are those of the data set, ``names``: in ``order`` "timm" in the natural order of
+    timm's train.py, else as they are, with a warning unless "text" says so.
     """
+    if known:
+        if order:
+            raise UserError(f"--class-order {order}: the model names its classes: leave it out")
+        return [*known], ""
     from timm.utils.misc import natural_key  # timm takes a second to import
 
     if len(names) != count:

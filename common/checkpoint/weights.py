@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from common.checkpoint.classes import ORDERS, match_classes, order_classes
 from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
 from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
@@ -29,7 +30,7 @@ from common.colossal import kept_buffers
 from common.config.load import restore_config
 from common.config.model_keys import TIMM_DATA, pretrained_config
 from common.errors import UserError, first_line
-from common.files import read_bytes
+from common.files import read_bytes, read_names
 from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments
 from common.model.vit import PatchEmbed, VisionTransformer
 
@@ -86,7 +87,8 @@ def open_source(name: str) -> OpenedWeights:
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
         chosen = "" if run.checkpoint == path else f"{run.chosen}: {run.checkpoint.name}"
-        return OpenedWeights(run.load_weights(), run.config["MODEL"], chosen=chosen)
+        names = {"label_names": run.about["data"]["class_names"]}
+        return OpenedWeights(run.load_weights(), run.config["MODEL"], names, chosen)
     try:
         return (
             _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
@@ -139,7 +141,8 @@ def _open_file(name: str, file: Path) -> OpenedWeights:
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
     weights, about = dict(weights), _read_description(file)
     if "config" in about:  # a run's
-        return OpenedWeights(weights, about["config"]["MODEL"])
+        names = {"label_names": about.get("data", {}).get("class_names")}
+        return OpenedWeights(weights, about["config"]["MODEL"], names)
     if "architecture" not in about:
         return OpenedWeights(weights, {})
     own = {key: about.get(key) for key in ("label_names", "num_classes")}
@@ -234,44 +237,67 @@ def infer_model(
     )
 
 
-def load_pretrained(model: nn.Module, source: str) -> str:
+def load_pretrained(model: nn.Module, source: str, *classes: Any) -> str:
     """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its
     line.
     """
-    weights, done = fit_pretrained(model, source)
+    weights, done = fit_pretrained(model, source, *classes)
     model.load_state_dict(weights)
     return done
 
 
-def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], str]:
+def fit_pretrained(
+    model: nn.Module, source: str, names: Sequence[str] = (), classes: str | None = None
+) -> tuple[dict[str, Tensor], str]:
     """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in
     a line.
 
     ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file,
     one of torch's with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises
     `UserError` for anything else, and for weights of another architecture.
+
+    The rows of the head are brought into the order of ``names``, the data set's classes; a head of
+    other classes is replaced. ``classes`` is a file with the names of the weights', or in
+    `order_classes`'s ``order``.
     """
     is_ours = isinstance(model, VisionTransformer)
     try:
-        weights, known, _, chosen = open_source(source)
+        weights, known, about, chosen = open_source(source)
         heads = (
             _heads_of_timm(source, **known) if is_ours and known.get("timm") else known.get("heads")
         )
     except UserError as error:
         raise UserError(f"INIT={error}") from error
-    notes = []
+    notes: list[str | None] = []
     if is_ours:
         _check_shape(source, weights, {**known, "heads": heads}, model)
         notes = [] if heads else [f"MODEL.heads={model.heads}, which the weights do not tell"]
-    fits = (_fit_timm, _fit_position) if is_ours and "pos_embed" in weights else (_fit_timm,)
-    notes += [note for fit in fits if (note := fit(weights, model))]
+    labels, warning = _match_head(about, names, classes) if names else ([], "")
+    notes.append(_fit_timm(weights, model, labels, warning))
+    if is_ours and "pos_embed" in weights:
+        notes.append(_fit_position(weights, model))
     check_architecture(Path(source), weights, model)
     return weights, "; ".join(
-        [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes]
+        filter(None, [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
     )
 
 
-def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
+def _match_head(
+    about: Mapping[str, Any], names: Sequence[str], classes: str | None
+) -> tuple[list[int | None], str]:
+    """Return the row of the weights' head for each of ``names``, and a warning if it is not known;
+    ``about`` and ``classes`` name the rows.
+    """
+    known, words = _name_classes(about, about.get("num_classes") or 0)
+    if classes and classes not in ORDERS:
+        known, words, classes = read_names(Path(classes)), [], None
+    known, warning = order_classes(known, names, classes, len(names))
+    return match_classes([known, words], names), warning
+
+
+def _fit_timm(
+    weights: dict[str, Tensor], model: Any, labels: Sequence[int | None] = (), warning: str = ""
+) -> str | None:
     """Rename and resample ``weights`` as timm does for its model, and put the heads of ``model`` in
     place of others.
     """
@@ -285,13 +311,19 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
         for name, p in model.named_parameters()
         if name.rpartition(".")[0] in model.head_names
     }
-    if all(name in weights and weights[name].shape == p.shape for name, p in own.items()):
-        return None
+    fits = all(name in weights and weights[name].shape == p.shape for name, p in own.items())
+    rows = [*range(len(next(iter(own.values()))))]
+    order = [*labels, *sorted({*rows} - {*labels})]
+    if fits and order == rows:
+        return warning
+    if fits and None not in order and sorted(order) == rows:
+        weights |= {name: weights[name][order] for name in own}
+        return "the rows of its head in the order of the data set's classes"
     name = f"{model.head_names[0]}.weight"
     saved = weights.get(name)
     weights |= own
     return f"a new head of {len(own[name])} classes" + (
-        f", not its {len(saved)}" if saved is not None else ""
+        f", not its {len(saved)}{' others' if fits else ''}" if saved is not None else ""
     )
 
 

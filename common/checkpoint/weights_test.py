@@ -69,6 +69,38 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
 
 
+# weights; the data set's classes; the option; their rows of the head, "-" for a new one; and what
+# is said
+HEADS = """
+trained | blue cyan green magenta$^$ red white yellow | | 0 1 2 3 4 5 6 |
+trained | yellow white red magenta$^$ green cyan blue | | 6 5 4 3 2 1 0 | the rows of its head in
+trained | a b c d e f g | | - | a new head of 7 classes, not its 7 others
+saved | 0 1 10 2 3 4 5 6 7 | | 0 1 2 3 4 5 6 7 8 | timm's is 0, 1, 2, 3, 4 and 4 more (--class-order
+saved | 0 1 10 2 3 4 5 6 7 | timm | 0 1 8 2 3 4 5 6 7 | the rows of its head in the order
+saved | 0 1 10 2 3 4 5 6 7 | LICENSE | - | a new head of 9 classes, not its 9 others
+"""
+
+
+@pytest.mark.parametrize("case", HEADS.strip().splitlines())
+def test_a_head_is_kept_for_classes_of_its_names(request, case):
+    source, names, option, rows, said = map(str.strip, case.split("|"))
+    path = str(request.getfixturevalue(source))
+    saved = open_source(path).weights["head.weight"]
+    model = build_model(**OTHER | {"num_classes": len(names.split())})
+    own = model.head.weight.clone()
+    assert said in load_pretrained(model, path, names.split(), option)
+    expected = own if rows == "-" else saved[[*map(int, rows.split())]]
+    assert torch.equal(model.head.weight, expected)
+
+
+def test_an_order_is_refused_where_it_has_no_effect(trained, data, tmp_path):
+    flags = ["--class-order", "timm", "--dry-run"]
+    with pytest.raises(UserError, match="timm: only --init's weights have classes to name"):
+        train(data, tmp_path / "run", flags=flags)
+    with pytest.raises(UserError, match="--class-order timm: the model names its classes"):
+        train(data, tmp_path / "run", f"INIT={trained}", flags=flags)
+
+
 def test_hidden_channels_survive_the_rounding_of_their_ratio_and_registers_are_no_patches():
     arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176, "reg_tokens": 8}
     weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.checkpoint.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
@@ -100,6 +101,8 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
             "--help-config INIT)"
         ),
     )
+    parser.add_argument("--classes", metavar="FILE", help=f"of --init: {CLASSES_HELP}")
+    parser.add_argument("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
     )
@@ -195,18 +198,24 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
 
 
-def check_init(config: Mapping[str, Any], resume: str) -> str:
+def check_init(
+    config: Mapping[str, Any], args: argparse.Namespace, data: DataSummary | None
+) -> str:
     """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the
     message after loading.
     """
+    classes = args.classes or args.class_order
     if not config["INIT"]:
-        if config["FREEZE"] and resume in (AUTO, NEVER):
+        if classes:
+            raise UserError(f"{classes}: only --init's weights have classes to name; leave it out")
+        if config["FREEZE"] and args.resume in (AUTO, NEVER):
             raise UserError(
                 f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add "
                 "--init or omit FREEZE"
             )
         return ""
-    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"])
+    names = data.class_names if data else ()
+    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
     return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
 
 

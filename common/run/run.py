@@ -58,12 +58,13 @@ class Run:
         source = self.about["config"]["INIT"]
         if not source or self.start_from is not None:
             return
-        done = ask_first_rank(lambda: load_pretrained(model, source))
+        classes = self.about["data"]["class_names"], self.about["init_classes"]
+        done = ask_first_rank(lambda: load_pretrained(model, source, *classes))
         self.about["starts"][-1]["init"] = (
             done  # names the checkpoint, where INIT names a run or a link
         )
         if not self.is_main:
-            load_pretrained(model, source)
+            load_pretrained(model, source, *classes)
         else:
             print_wrapped(done)
 

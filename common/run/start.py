@@ -90,6 +90,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         "config": config,
         "plan": asdict(plan),
     }
+    about["init_classes"] = args.classes or args.class_order
     about |= {"data": asdict(prepared.data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
     about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
@@ -131,7 +132,7 @@ def find_start(
     if (
         args.resume in (AUTO, NEVER) and not (output / CONFIG).exists()
     ):  # an existing run is past its INIT
-        check_init(config, args.resume)
+        check_init(config, args, data)
     lock_folder(output)
     if args.find_lr or args.profile:
         return None, ""
@@ -214,7 +215,7 @@ def _size(nbytes: float) -> str:
 
 def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
     config, plan, data, _ = prepared
-    notes = {"weights": check_init(config, args.resume)}
+    notes = {"weights": check_init(config, args, data)}
     if data:
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):

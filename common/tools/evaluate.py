@@ -154,12 +154,8 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
     `UserError` for classes that the model does not know.
     """
     root, about, names = run.config["DATA"]["root"], run.about["data"], data.class_names
-    warning = ""
-    if not about["class_names"]:
-        count = run.config["MODEL"]["num_classes"]
-        about["class_names"], warning = order_classes(names, order, count)
-    elif order:
-        raise UserError(f"--class-order {order}: the model names its classes: leave it out")
+    count = run.config["MODEL"]["num_classes"]
+    about["class_names"], warning = order_classes(about["class_names"], names, order, count)
     known = [about["class_names"], run.class_names]
     has_words = not any(map(str.isdecimal, known[0]))
     if has_words:

@@ -118,7 +118,8 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
     about = {"data": {"class_names": ["n01", "n02"]}}
-    run = mock.Mock(about=about, class_names=["tench", "goldfish"], config={"DATA": {"root": ""}})
+    config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
+    run = mock.Mock(about=about, class_names=["tench", "goldfish"], config=config)
     data = DataSummary(2, 2, 2, "", class_names=names)
     assert evaluate.match_labels(run, data, None)[0] == [0, 1]
 

@@ -11,9 +11,8 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from common.colossal import gpc, named_shards, whole_shape
 from common.colossal.tensor_parallel.sharding import (
@@ -25,47 +24,7 @@ from common.colossal.tensor_parallel.sharding import (
 from common.errors import UserError
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices
-
-
-class FusedSGD(SGD):
-    """torch's fused SGD, whose momentum starts at 0 where the very first update is skipped.
-
-    torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel
-    that is not skipped fills, and from the next update on counts it as momentum
-    (torch/optim/sgd.py, `_fused_sgd`). On a CPU it is not fused in half precision, whose kernel
-    adds wrong numbers before torch 2.14 (aten/src/ATen/native/cpu/FusedSGDKernel.cpp).
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, fused=True, **options)
-
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
-        if len(starting) < len(trained):  # those of a part of the model that was frozen before
-            for p in starting:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        if any(p.is_cpu and p.itemsize < 4 for p in trained):
-            self._step_unfused()
-            return
-        super().step()
-        found_inf = getattr(self, "found_inf", None)
-        for p in starting:
-            momentum = self.state.get(p, {}).get("momentum_buffer")
-            if momentum is not None and found_inf is not None:
-                momentum.masked_fill_(found_inf.bool(), 0)
-
-    def _step_unfused(self) -> None:
-        found_inf = vars(self).pop("found_inf", None)  # which is refused where it is not fused
-        if found_inf is None or not found_inf:
-            for group in self.param_groups:
-                group["fused"] = False
-            super().step()
-            for group in self.param_groups:
-                group["fused"] = True
-        if found_inf is not None:
-            self.found_inf = found_inf
-
+from common.optim.sgd import FusedSGD
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 

@@ -32,6 +32,8 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from common.optim.sgd import is_wrong
+
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c above, as in torch.optim.Muon
 ITERATIONS = 5
 EPS = 1e-7  # least norm that a matrix is divided by
@@ -173,6 +175,11 @@ class Muon(AdamW):
 
         By PyTorch's fused SGD: one launch for all tensors, and the host does not read `found_inf`.
         """
+        if is_wrong(tensors[0]):
+            if self.found_inf is None or not self.found_inf:
+                torch._foreach_mul_(tensors, 1 - lr * weight_decay)
+                torch._foreach_add_(tensors, directions, alpha=-lr)
+            return
         torch._fused_sgd_(
             tensors,
             directions,

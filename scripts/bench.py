@@ -166,9 +166,11 @@ def of_parameters(build: Callable[..., Optimizer], model: nn.Module) -> Optimize
     return build(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-def step_optimizer(build: Callable[[nn.Module], Optimizer], work: Work) -> None:
-    """Step the parameters of ViT-B/16, with gradients of a usual size."""
-    model = build_model(**work.config("vit-b16")["MODEL"]).to(DEVICE)
+def step_optimizer(
+    build: Callable[[nn.Module], Optimizer], work: Work, recipe: str = "vit-b16"
+) -> None:
+    """Step the parameters of a recipe's model, with gradients of a usual size."""
+    model = build_model(**work.config(recipe)["MODEL"]).to(DEVICE)
     for param in model.parameters():
         param.grad = 1e-3 * torch.randn_like(param)
     optimizer = build(model)

@@ -39,6 +39,7 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -86,7 +87,8 @@ def _describe() -> dict[str, Any]:
 def speed(model: str) -> None:
     """Time a training step in bfloat16 on images in memory: ours with all its hooks, and others'.
 
-    Without dropout but where it is named. ``model`` is a key of `MODELS`.
+    Blocks are compiled and there is no dropout, but where it is named. ``model`` is a key of
+    `MODELS`.
     """
     import bench
     import torch
@@ -94,26 +96,20 @@ def speed(model: str) -> None:
     from common.colossal import AMP_TYPE, shutdown
     from common.launch.signals import stop_signals
     from common.model.flops import peak_images_per_s
+    from common.model.vit import Attention, attend
 
     shape = MODELS[model] | {"mlp_ratio": 4.0, "dropout": 0.0}
     settings = [*(f"MODEL.{key}={value}" for key, value in shape.items())]
     settings.append(f"TOTAL_BATCH_SIZE={BATCH}")
-    variants: dict[str, tuple[bench.Variant, bool | str, list[str]]] = {
-        "ours": (bench.ours, True, []),
-        "bare PyTorch": (bench.bare, True, []),
-        "timm": (bench.timm, True, []),
-        "ours, the recipe's dropout": (bench.ours, True, ["MODEL.dropout=0.1"]),
-        "ours, not compiled": (bench.ours, False, []),
-        "ours, again": (bench.ours, True, []),
-        "bare PyTorch, compiled as a whole": (bench.bare, "model", []),
-    }
     bfloat16 = {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}
     peak = peak_images_per_s(shape, bfloat16, 1, torch.device(bench.DEVICE))
-    for name, (train, compiled, more) in variants.items():
+
+    def measure(name: str, train: bench.Variant, how: bool | str = True, *more: str) -> None:
         started = time.monotonic()
         steps, warm_up = (2, 1) if TINY else (30, 12)
-        work = bench.Work((*settings, *more), steps, warm_up, compiled)
+        work = bench.Work((*settings, *more), steps, warm_up, how)
         gc.collect()
+        torch.compiler.reset()
         if bench.DEVICE == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -121,7 +117,7 @@ def speed(model: str) -> None:
             train(work)
         except Exception as error:  # the next may do
             write_row(piece=f"speed-{model}", variant=name, error=f"{error!r:.300}")
-            continue
+            return
         finally:
             stop_signals.restore()
             shutdown()
@@ -132,6 +128,24 @@ def speed(model: str) -> None:
             figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         took = time.monotonic() - started
         write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures, took_s=took)
+
+    def permute(self: Attention, x_BND: torch.Tensor) -> torch.Tensor:
+        """Split queries, keys and values as timm does."""
+        qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
+        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
+        x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
+        return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
+
+    measure("ours", bench.ours)
+    measure("bare PyTorch", bench.bare)
+    measure("timm", bench.timm)
+    measure("ours, the recipe's dropout", bench.ours, True, "MODEL.dropout=0.1")
+    with mock.patch.object(Attention, "forward", permute):
+        measure("ours, attention by permute", bench.ours)
+    measure("ours, again", bench.ours)
+    measure("ours, not compiled", bench.ours, False)
+    measure("bare PyTorch, compiled as a whole", bench.bare, "model")
+    measure("ours, max-autotune", bench.ours, "max-autotune")
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -195,19 +209,22 @@ def lamb() -> None:
     from common.optim.build import build_optimizer
 
     ours = partial(build_optimizer, weight_decay=0.1)
-    builds = {
-        "ours": partial(ours, name="lamb"),
-        "ours, bias correction": partial(ours, name="lamb", bias_correction=True),
-        "timm's LAMB": partial(bench.of_parameters, TimmLamb),
-        "AdamW, fused": partial(bench.of_parameters, partial(AdamW, fused=True)),
-        "AdamW, foreach": partial(bench.of_parameters, partial(AdamW, foreach=True)),
-        "Muon": partial(ours, name="muon"),
-    }
     settings = ("MODEL.width=64", "MODEL.heads=1", "MODEL.depth=2") if TINY else ()
-    for name, build in builds.items():
+
+    def measure(name: str, build: Callable[[Any], Any], recipe: str = "vit-b16") -> None:
         work = bench.Work(settings, 2 if TINY else 50, 1 if TINY else 5)
-        bench.step_optimizer(build, work)
-        write_row(piece="lamb", variant=name, ms=1e3 * work.seconds)
+        bench.step_optimizer(build, work, recipe)
+        write_row(piece="lamb", variant=name, recipe=recipe, ms=1e3 * work.seconds)
+
+    measure("ours", partial(ours, name="lamb"))
+    measure("ours, bias correction", partial(ours, name="lamb", bias_correction=True))
+    measure("timm's LAMB", partial(bench.of_parameters, TimmLamb))
+    measure("AdamW, fused", partial(bench.of_parameters, partial(AdamW, fused=True)))
+    measure("AdamW, foreach", partial(bench.of_parameters, partial(AdamW, foreach=True)))
+    for recipe in ("vit_lite_fast", "vit-b16"):
+        measure("Muon", partial(ours, name="muon"), recipe)
+        with mock.patch("common.optim.muon.BATCH", 0):
+            measure("Muon, each matrix alone", partial(ours, name="muon"), recipe)
 
 
 def photographs() -> Path:

@@ -4,6 +4,7 @@ Each stands alone, prints a line a result, and adds it with hardware, versions a
 outputs/gpu/rows.jsonl. Without a GPU all fail.
 """
 
+import re
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers warn of a GPU in ways that no CPU shows
     pytest.mark.timeout(540),
 ]
-DEVICE = torch.device(bench.DEVICE)
+DEVICE = torch.device("cuda", 0)  # DALI needs its number
 SMALL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)
 MODES: dict[str, dict[str, Any]] = {"float32": {"TF32": False}, "TF32": {"TF32": True}}
 for name in ("TORCH bfloat16", "TORCH float16", "APEX float16", "NAIVE bfloat16", "NAIVE float16"):
@@ -159,7 +160,7 @@ def test_numerics(optimizer, compiled, record):
     batches = list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
     for mode, precision in MODES.items():
         # a rate at which nothing is dropped here, with which compiled blocks still draw
-        rate = 1e-6 if compiled else 0.0
+        rate = 1e-7 if compiled else 0.0
         model = SMALL | {"activation_checkpoint": optimizer == "lamb", "drop_path": rate}
         config = {
             "MODEL": model,
@@ -199,7 +200,7 @@ def test_compiled_drop_path_drops_whole_samples_and_keeps_their_mean(record):
     layer = DropPath(0.25)
     layer.compile()
     kept_BND = layer(torch.ones(1 << 16, 2, 4, device=DEVICE))
-    assert set(kept_BND.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert kept_BND.unique().tolist() == pytest.approx([0, 4 / 3])
     assert (kept_BND == kept_BND[:, :1, :1]).all()
     record(mean=kept_BND.mean().item())
     assert kept_BND.mean().item() == pytest.approx(1, abs=0.02)
@@ -362,7 +363,9 @@ def test_dry_run_and_profile(digits, tmp_path, record):
     words = command(digits, tmp_path / "run")
     planned = [line for line in run([*words, "--dry-run"]).splitlines() if "per GPU" in line]
     run([*words, "--profile", "5"])
-    _, on_gpu = (tmp_path / "run" / "profile" / "operators.txt").read_text().split("CPU time total")
-    record(planned=planned, gpu_time=on_gpu.strip().splitlines()[-1])
+    tables = (tmp_path / "run" / "profile" / "operators.txt").read_text()
+    on_gpu = re.search(r"Self CUDA time total: (\d\S+)", tables)
+    record(planned=planned, gpu_time=on_gpu and on_gpu[1])
     assert planned
-    assert "CUDA time total: 0" not in on_gpu
+    assert on_gpu
+    assert not on_gpu[1].startswith("0.000")

@@ -172,7 +172,7 @@ def open_store(
     and with what differs in ``shared``; `RankError` if rank 0 is not there, or another run's.
     """
     place = f"--host={host} --port={port}"
-    if not host or not 0 < port < 2**16:
+    if not host or not 0 < (port or 0) < 2**16:
         raise UserError(f"{place}: set them to the first node, and a free port on it")
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in psutil.net_if_addrs():

@@ -124,7 +124,8 @@ def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
     for mode in ("fp32", "AMP_torch", "AMP_naive", "AMP_apex"):
         output = root.parent / mode
         run_ranks(2, train.main, arguments(mode, root))
-        assert losses(output) == pytest.approx(losses(one), rel=1e-4 if mode == "fp32" else 3e-2)
+        rounding = dict(rel=1e-4) if mode == "fp32" else dict(abs=0.05)
+        assert losses(output) == pytest.approx(losses(one), **rounding)
         evaluation = read_metrics(output)[-1]
         assert evaluation["samples"] == 12
         assert evaluation["top1"] > 0.6

@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -18,13 +19,7 @@ from typing import Any, NamedTuple
 PATIENCE = 5.0
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
 # What an error means to the user, "" for one that it does not know.
-EXPLAIN: list[Callable[[Exception], str]] = [
-    lambda error: (
-        f"{error.filename}: {error.strerror}"
-        if isinstance(error, OSError) and error.filename
-        else ""
-    )
-]
+EXPLAIN: list[Callable[[Exception], str]] = [lambda error: _explain_os_error(error)]
 # Control characters, line separators, overrides of the direction of text, and bytes that are not
 # UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -172,6 +167,23 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         sys.exit(128 + signal.SIGINT)
     finally:
         AT_END.close()
+
+
+def _explain_os_error(error: Exception) -> str:
+    """Return the file and what is wrong with it; semaphores, which name no file, are in
+    /dev/shm.
+    """
+    if not isinstance(error, OSError):
+        return ""
+    if error.filename:
+        return f"{error.filename}: {error.strerror}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames):
+        return (
+            f"/dev/shm: {error.strerror}: worker processes need to write to it; start the "
+            "container with --ipc=host or --shm-size=1g, or train with DATA.workers=0"
+        )
+    return ""
 
 
 def _report(error: UserError) -> None:

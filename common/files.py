@@ -8,8 +8,10 @@ import fcntl
 import hashlib
 import math
 import os
+import platform
 import shutil
 import stat
+import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +19,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import UserError, printable
+from common.errors import UserError, print_wrapped, printable
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
+HOLDER = ".lock-holder"
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole; a manifest of 50,000 shards fits
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -172,7 +175,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     however it ends.
 
     Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is
-    false, and if the folder cannot be written. On a file system without locks nothing is locked.
+    false, and if the folder cannot be written.
     """
     if folder in _held:  # to close a second handle would release the lock
         raise UserError(f"{folder} is being written by this process: choose another folder")
@@ -195,8 +198,42 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
             "end"
         ) from error
     except OSError:  # a file system without locks
-        pass
+        _write_holder(folder, wait)
     _held[folder] = handle, is_new
+
+
+def _write_holder(folder: Path, wait: bool) -> None:
+    """Hold ``folder`` by a file that names this process, until `unlock_folder`.
+
+    A process that was killed leaves the file. On its own host it is seen to have ended.
+    """
+    holder = folder / HOLDER
+    while True:
+        with contextlib.suppress(FileExistsError), holder.open("x") as file:
+            file.write(f"{platform.node()} {os.getpid()} {_start_of(os.getpid())}")
+            print_wrapped(
+                f"warning: {folder} is on a file system without locks: {HOLDER} in it names this "
+                "process instead",
+                is_warning=True,
+            )
+            return
+        host, pid, start = (read_text(holder).split() + ["unknown"] * 3)[:3]
+        if host == platform.node() and _start_of(pid) != start:
+            holder.unlink(missing_ok=True)
+        elif wait:
+            time.sleep(1)
+        else:
+            raise UserError(
+                f"{folder} is being written by process {pid} on host {host}: choose another "
+                f"folder, or if that process has ended, remove {holder}"
+            )
+
+
+def _start_of(pid: object) -> str:
+    """Return when a process of this host was started, in ticks; "" if there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 @contextlib.contextmanager
@@ -222,3 +259,4 @@ def unlock_folder(folder: Path) -> None:
     """Let go of the lock of ``folder``, if this process holds it."""
     if folder in _held:
         os.close(_held.pop(folder)[0])
+        (folder / HOLDER).unlink(missing_ok=True)

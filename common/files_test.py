@@ -1,8 +1,11 @@
 """Files read with limits, checksums, and the lock of a folder between processes."""
 
+import fcntl
 import os
+import platform
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from pydantic import Field
@@ -47,19 +50,30 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
             read(tmp_path / "pipe")
 
 
-def test_a_folder_is_locked_until_its_holder_ends(tmp_path):
-    program = f"{HOLD}; print('held', flush=True); sys.stdin.read()"
+NO_LOCKS = "import fcntl; fcntl.lockf = lambda *_: open('/no/such/file'); "
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("", "written by another process: choose another folder, or wait"),
+        (NO_LOCKS, f"written by process [0-9]+ on host {platform.node()}: choose another folder"),
+    ],
+)
+def test_a_folder_is_locked_until_its_holder_ends(tmp_path, monkeypatch, system, words):
+    if system:
+        monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(37, "No locks available")))
+    program = f"{system}{HOLD}; print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         holder.stdout.readline()
-        with pytest.raises(
-            UserError, match="written by another process: choose another folder, or wait"
-        ):
+        with pytest.raises(UserError, match=words):
             lock_folder(tmp_path / "run")
         holder.kill()
     lock_folder(tmp_path / "run")
-    assert run_python(HOLD, tmp_path / "run").returncode == 1
+    assert run_python(system + HOLD, tmp_path / "run").returncode == 1
     unlock_folder(tmp_path / "run")
-    assert run_python(HOLD, tmp_path / "run").returncode == 0
+    freed = run_python(system + HOLD, tmp_path / "run")
+    assert (freed.returncode, "warning: " in freed.stderr) == (0, bool(system))

@@ -132,19 +132,24 @@ def two_hosts() -> Iterator[list[str]]:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
-def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [("NNODES", "NODE_RANK"), ("WORLD_SIZE", "RANK"), ("PET_NNODES", "PET_NODE_RANK")],
+)
+def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path, size, rank):
+    """As two pods of Kubeflow, too."""
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
-    environ = dict(NNODES="2", MASTER_ADDR="node0", DATA=data)
+    environ = {size: "2", "MASTER_ADDR": "node0", "DATA": data}
     with two_hosts() as hosts:
         words, others = (
             ["ip", "netns", "exec", hosts[1], *command.split()],
-            os.environ | environ | {"NODE_RANK": "1"},
+            os.environ | environ | {rank: "1"},
         )
         with subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL) as second:
             try:
                 first = f"ip netns exec {hosts[0]} {command}"
                 assert (
-                    outcome(tmp_path / "run", first, cwd=ROOT, NODE_RANK="0", **environ) == expected
+                    outcome(tmp_path / "run", first, cwd=ROOT, **{rank: "0"}, **environ) == expected
                 )
                 assert second.wait(60) == 0
             finally:
@@ -192,6 +197,7 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
             dict(MASTER_PORT="{taken}"),
             "MASTER_PORT={taken} is in use on this node: choose another",
         ),
+        ("train_torchrun", dict(WORLD_SIZE="2", RANK="1"), "MASTER_ADDR: the first node's name or"),
         ("train_slurm", {}, "not in a Slurm job"),
         ("setup", dict(PYTHON="bash"), "PYTHON=bash: .venv is there, with Python 3."),
     ],
@@ -209,12 +215,20 @@ def test_what_the_scripts_refuse(script, environ, words):
 # --------------------------------------------------------------------------------------------------
 
 
+MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2"
+
+
 def test_mpirun(data, arguments, expected, tmp_path):
-    command = (
-        "mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py "
-        f"{arguments}"
-    )
+    command = f"{MPIRUN} python train_dali.py {arguments}"
     assert outcome(tmp_path / "run", command, DATA=data) == expected
+
+
+def test_ranks_end_with_an_mpirun_that_is_killed(data, tmp_path):
+    with training(f"{MPIRUN} {sys.executable}", tmp_path, DATA=data) as launcher:
+        ranks = Process(launcher.pid).children()
+        launcher.kill()
+        assert not wait_procs(ranks, timeout=60)[1]
+    assert newest_checkpoint(tmp_path / "run/checkpoints") is not None
 
 
 # --- Slurm

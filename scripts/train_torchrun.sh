@@ -8,6 +8,9 @@
 #
 # MASTER_PORT, a port of MASTER_ADDR, defaults to a free port on one node and to 29500 on several.
 # NPROC_PER_NODE sets the number of processes on this node (default: one per GPU).
+#
+# The pods of a Kubeflow PyTorchJob or TrainJob have torchrun's variables (PET_NNODES, ...), or WORLD_SIZE and RANK, which count
+# pods there: the script takes these where NNODES is not set. Elastic jobs, with PET_RDZV_ENDPOINT, are left to torchrun.
 set -euo pipefail
 
 fail() {
@@ -18,18 +21,30 @@ fail() {
 [ $# -gt 0 ] || fail "train_torchrun.sh needs a training script: bash scripts/train_torchrun.sh SCRIPT ARGUMENT..."
 python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
-processes=${NPROC_PER_NODE:-1}
-[ -n "${NPROC_PER_NODE:-}" ] || ! nvidia-smi --list-gpus >/dev/null 2>&1 ||
-    ! "$python" -c 'import torch; exit(not torch.cuda.is_available())' || processes=gpu
+processes=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
+if [ "$processes" = auto ]; then
+    processes=1
+    ! nvidia-smi --list-gpus >/dev/null 2>&1 ||
+        ! "$python" -c 'import torch; exit(not torch.cuda.is_available())' || processes=gpu
+fi
 
-nodes=${NNODES:-1} rank=${NODE_RANK:-0} port=${MASTER_PORT:-29500}
-if [ "$nodes" = 1 ] && [ -z "${MASTER_PORT:-}" ]; then
-    place=(--standalone --local_addr=127.0.0.1)
+nodes=${NNODES:-${PET_NNODES:-}} rank=${NODE_RANK:-${PET_NODE_RANK:-}} why=
+host=${MASTER_ADDR:-${PET_MASTER_ADDR:-}} port=${MASTER_PORT:-${PET_MASTER_PORT:-}}
+if [ -z "$nodes" ] && [ -n "${WORLD_SIZE:-}" ] && [ -n "${RANK:-}" ] && [ -z "${LOCAL_RANK:-}" ]; then
+    nodes=$WORLD_SIZE rank=$RANK why=", as RANK and WORLD_SIZE say (NNODES=1: train on this node alone)"
+fi
+nodes=${nodes:-1}
+if [ -z "${NNODES:-}" ] && [ -n "${PET_RDZV_ENDPOINT:-}" ]; then
+    place=()
+elif [ "$nodes" = 1 ] && [ -z "$port" ]; then
+    place=(--standalone --nnodes=1 --local_addr=127.0.0.1)
 else
-    [ "$nodes" = 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$nodes needs MASTER_ADDR: the first node's name or address"
-    [ "$nodes" = 1 ] || [ -n "${NODE_RANK:-}" ] || fail "NNODES=$nodes needs NODE_RANK: 0 on the first node, 1 on the next"
+    [ "$nodes" = 1 ] || [ -n "$host" ] || fail "NNODES=$nodes needs MASTER_ADDR: the first node's name or address$why"
+    [ "$nodes" = 1 ] || [ -n "$rank" ] || fail "NNODES=$nodes needs NODE_RANK: 0 on the first node, 1 on the next"
+    rank=${rank:-0} host=${host:-127.0.0.1} port=${port:-29500}
     [ "$rank" != 0 ] || ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null ||
         fail "MASTER_PORT=$port is in use on this node: choose another"
-    place=(--nnodes="$nodes" --node_rank="$rank" --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="$port")
+    [ "$nodes" = 1 ] || echo "node $rank of $nodes$why; training starts when all have joined at $host:$port" >&2
+    place=(--nnodes="$nodes" --node_rank="$rank" --master_addr="$host" --master_port="$port")
 fi
 exec "$python" -m common.launch.signals --nproc_per_node="$processes" "${place[@]}" "$@"

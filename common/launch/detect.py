@@ -15,6 +15,7 @@ from common.errors import LAUNCHERS, AgreedError, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
+MPI = ("openmpi", "mpich", "pals")  # whose mpirun, or its daemon, is a rank's parent process
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 
 

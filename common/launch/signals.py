@@ -58,16 +58,16 @@ class StopSignals:
     ) -> None:
         """Install the handlers; call it from the main thread.
 
-        ``follow_parent``: get SIGTERM when the parent process, torchrun, dies. After a recorded
-        signal, the process exits if ``progress()`` does not change for ``patience`` seconds.
+        ``follow_parent``: get SIGTERM when the parent process, torchrun or mpirun, dies. After a
+        recorded signal, the process exits if ``progress()`` does not change for ``patience``
+        seconds, under torchrun `TORCHRUN_PATIENCE` at most.
         """
         if self._previous:
             return
         self.received, self.agreed, self.deferring = 0, 0, False
-        self._progress, self._patience = (
-            progress,
-            min(patience, TORCHRUN_PATIENCE) if follow_parent else patience,
-        )
+        self._progress = progress
+        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._patience = min(patience, TORCHRUN_PATIENCE) if is_torchrun else patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # the handler does nothing, but without a handler nothing is written to the pipe

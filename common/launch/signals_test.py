@@ -118,6 +118,7 @@ for _ in range(100):
 """,
     "under nohup SIGHUP stays ignored, and the end of torchrun is a SIGTERM": """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
 stop_signals.install(follow_parent=True)
 assert stop_signals._patience == 25  # seconds: torchrun kills after 30
 os.kill(os.getpid(), signal.SIGHUP)

@@ -27,7 +27,7 @@ from common.data.sampler import window_bytes
 from common.errors import AT_END, EXPLAIN, LAUNCHERS, UserError, first_line, print_wrapped
 from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes, package_versions
-from common.launch.detect import detect_launch, start
+from common.launch.detect import MPI, detect_launch, start
 from common.launch.signals import stop_signals
 from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
@@ -62,7 +62,8 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         lambda error: explain_out_of_memory(error, config, prepared.plan),
         explain_compiler,
     ]
-    stop_signals.install("TORCHELASTIC_RUN_ID" in os.environ, progress, config["TIMEOUT"])
+    has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
+    stop_signals.install(has_parent, progress, config["TIMEOUT"])
     start(launch, config, shared_by_ranks(args, prepared))
     output = (
         Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem)

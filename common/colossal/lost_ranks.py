@@ -2,14 +2,13 @@
 
 import atexit
 import faulthandler
-import hashlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from common.colossal.upstream import gpc
 from common.errors import LAUNCHERS, RankError, UserError, print_wrapped
+from common.files import fingerprint_of
 
 POLL = 1.0  # seconds between two looks at the store
 ANSWER = 5.0  # seconds within which a rank that lives answers in the store
@@ -105,7 +105,7 @@ class Watcher:
         try:
             self.store.set("asked", "")
             self.store.set(keys[self.rank], "")
-            missing = _await_keys(self.store, keys, ANSWER)
+            missing = _await_keys(self.store, keys, ANSWER, self.rank)
         except RuntimeError:
             return "0"
         time.sleep(2 * POLL if self.rank == 0 else 0)  # it may serve the store
@@ -205,8 +205,11 @@ def open_store(
             store = dist.PrefixStore(
                 f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
             )
-        else:
-            _check_place(store, rank, world_size, place)
+        elif store.add(f"joined/{rank}", 1) > 1:
+            raise RankError(
+                f"{place}: rank {rank} of a run has joined there before; start another run on "
+                "another port"
+            )
         late.cancel()
         _meet(store, rank, world_size, timeout, backend, address, shared)
     except (OSError, dist.DistError) as error:
@@ -222,18 +225,6 @@ def open_store(
     finally:
         late.cancel()
     return store
-
-
-def _check_place(store: dist.Store, rank: int, world_size: int, place: str) -> None:
-    """Raise `RankError` if the store of rank 0 is that of another run, which must not notice."""
-    if rank == 0:
-        store.set("size", str(world_size))
-    size = int(store.get("size"))
-    if size != world_size or store.add(f"joined/{rank}", 1) > 1:
-        raise RankError(
-            f"{place}: rank {rank} of {world_size} does not belong to the run of {size} processes "
-            "there, or has joined it before: start another run on another port"
-        )
 
 
 def _meet(
@@ -253,14 +244,8 @@ def _meet(
     keys = [f"here/{other}" for other in range(world_size)]
     text = json.dumps(shared)
     store.set(f"shared/{rank}", text)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    store.set(keys[rank], f"{backend} {address} {digest}")
-
-    def say_late(absent: str) -> None:
-        if rank == 0 or absent.startswith("0"):  # one line is enough
-            _say_late(absent, world_size)
-
-    if absent := _await_keys(store, keys, seconds, say_late):
+    store.set(keys[rank], f"{backend} {address} {fingerprint_of([text])}")
+    if absent := _await_keys(store, keys, seconds, rank):
         raise UserError(
             f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)"
         )
@@ -273,10 +258,18 @@ def _meet(
             f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with "
             "--backend gloo"
         )
-    for other, one in enumerate(digests):
-        if one != digests[0]:
+    for other, digest in enumerate(digests):
+        if digest != digests[0]:
             first, its = (json.loads(store.get(f"shared/{number}")) for number in (0, other))
-            raise UserError(_describe_differences(other, its, first))
+            differences = [
+                f"{name}={its.get(name)} (rank 0: {value})"
+                for name, value in first.items()
+                if its.get(name) != value
+            ]
+            raise UserError(
+                f"rank {other} was started with {', '.join(differences[:3])}; all ranks of a run "
+                "need the same, runs of one process each --world_size 1"
+            )
     if address.startswith(
         LOOPBACKS
     ):  # this machine's /etc/hosts maps the name to it, or all processes are here
@@ -289,38 +282,21 @@ def _meet(
         os.environ["GLOO_SOCKET_IFNAME"] = held[address]
 
 
-def _describe_differences(rank: int, its: dict[str, str], first: dict[str, str]) -> str:
-    differences = [
-        f"{name}={its.get(name)} (rank 0: {first.get(name)})"
-        for name in first | its
-        if its.get(name) != first.get(name)
-    ]
-    return (
-        f"rank {rank} was started with {', '.join(differences[:3])}; all ranks of a run need the "
-        "same, runs of one process each --world_size 1"
-    )
-
-
-def _await_keys(
-    store: dist.Store,
-    keys: list[str],
-    seconds: float,
-    say_late: Callable[[str], None] = lambda absent: None,
-) -> str:
+def _await_keys(store: dist.Store, keys: list[str], seconds: float, rank: int) -> str:
     """Wait until the store has a key of each rank; return the ranks that set none within
-    ``seconds``. After `LATE` seconds, ``say_late`` gets them.
+    ``seconds``. After `LATE` seconds, rank 0, or all in its absence, print them.
     """
     start = time.monotonic()
-    said = False
+    is_late = False
     while not store.check(keys):
         waited = time.monotonic() - start
-        is_over = waited > seconds
-        if is_over or (waited > LATE and not said):
+        if waited > seconds or (waited > LATE and not is_late):
+            is_late = True
             absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-            if is_over:
+            if waited > seconds:
                 return absent
-            say_late(absent)
-            said = True
+            if rank == 0 or absent.startswith("0"):
+                _say_late(absent, len(keys))
         time.sleep(POLL / 20)
     return ""
 

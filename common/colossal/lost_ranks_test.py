@@ -157,17 +157,18 @@ def join(absent: int, seeds: str, *backends: str) -> list[str]:
     lost_ranks.print_wrapped = lambda text, **_: said.append(text)
     shared = {"SEED": seeds[rank], "EMA": "0.9"}
     with pytest.raises(UserError) as caught:
-        open_store(rank, SIZE, "127.0.0.1", port, 1.0, backends[rank], shared)
+        open_store(rank, SIZE, "[127.0.0.1]", port, 1.0, backends[rank], shared)  # as in a URL
     return [*said, str(caught.value)]
 
 
 def test_ranks_that_do_not_join_or_differ_are_named():
     waits = "for 0.2 s so far; RANK and WORLD_SIZE are set, --world_size 1 overrules them"
     first, _, third = run_ranks(SIZE, join, 1, "000", "gloo", "", "gloo")
-    assert first == [f"waiting for rank 1 of 3 processes, {waits}", *third]
-    assert third == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"]
+    assert first[0].startswith("waiting for rank 1")  # or 1, 2, on a busy machine
+    assert first[0].endswith(f" of 3 processes, {waits}")
+    assert first[1:] == third == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"]
     said, refused = run_ranks(SIZE, join, 0, "000", "", "gloo", "gloo")[1]
-    place = f"--host=127.0.0.1 --port={refused.partition('port=')[2].partition(':')[0]}"
+    place = f"--host=[127.0.0.1] --port={refused.partition('port=')[2].partition(':')[0]}"
     assert said == f"waiting for rank 0 of 3 processes at {place}, {waits}"
     assert refused == f"{place}: rank 0 was not found there within 1 s (TIMEOUT)"
     for said in run_ranks(SIZE, join, 3, "000", "nccl", "gloo", "nccl"):
@@ -178,46 +179,35 @@ def test_ranks_that_do_not_join_or_differ_are_named():
         assert said[-1].startswith("rank 2 was started with SEED=5 (rank 0: 0); all ranks of a run")
 
 
-def join_again(*sizes: int) -> list[str]:
+def join_again() -> str:
     """Return what another run says that is started on the port of a run, which goes on."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    said = []
+    place = int(os.environ["RANK"]), 2, "127.0.0.1", int(os.environ["MASTER_PORT"])
     with launched():
-        for size in sizes:
-            with pytest.raises(RankError) as caught:
-                open_store(rank, size, "127.0.0.1", port, 5.0, "gloo", {})
-            said.append(str(caught.value))
+        with pytest.raises(RankError) as caught:
+            open_store(*place, 5.0, "gloo", {})
         wait_for_the_others()
-    return said
+    return str(caught.value)
 
 
 def test_a_second_run_on_the_port_is_refused_and_the_first_goes_on():
-    first, second = run_ranks(2, join_again, 2, 3)
-    assert all("Address already in use" in said for said in first)
-    assert "rank 1 of 2 does not belong to the run of 2 processes there, or has joined" in second[0]
-    assert "rank 1 of 3 does not belong to the run of 2 processes there" in second[1]
+    first, second = run_ranks(2, join_again)
+    assert "Address already in use" in first
+    assert "rank 1 of a run has joined there before; start another run on another port" in second
 
 
 @pytest.mark.parametrize(
-    ("environ", "host", "port", "message"),
+    ("name", "host", "port", "message"),
     [
-        ({"GLOO_SOCKET_IFNAME": "ib7"}, "::1", 9, "GLOO_SOCKET_IFNAME=ib7: .* no such interface"),
-        ({}, "a..b", 9, "--host=a..b --port=9: .*; give a name or address of rank 0's host"),
-        ({}, "[127.0.0.1.9]", 9, ".* --port=9: .* not known; give a name or address"),
-        ({}, "127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
+        ("ib7", "::1", 9, "GLOO_SOCKET_IFNAME=ib7: .* no such interface, but lo"),
+        ("", "a..b", 9, "--host=a..b --port=9: .*; give a name or address of rank 0's host"),
+        ("", "127.0.0.1.9", 9, ".* --port=9: .* not known; give a name or address"),
+        ("", "127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_at_once(environ, host, port, message, monkeypatch):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_a_place_that_cannot_be_is_refused_at_once(name, host, port, message, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
     with pytest.raises(UserError, match=message):
         open_store(1, 2, host, port, 600.0, "gloo", {})
-
-
-def test_brackets_around_an_address_are_those_of_a_url(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    open_store(0, 1, "[::1]", free_port(), 9.0, "gloo", {})
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_restart_finds_nothing_of_the_attempt_before(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import colossal
-from common.errors import LAUNCHERS, AgreedError, RankError, UserError
+from common.errors import LAUNCHERS, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
@@ -67,13 +67,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     """
     environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
-    place: dict[str, Any] = {
-        "rank": 0,
-        "local_rank": 0,
-        "world_size": 1,
-        "host": LOOPBACK,
-        "port": 0,
-    }
+    place: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
     if launcher in LAUNCHERS:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
@@ -93,8 +87,7 @@ def start(
     """Join the process group, set device and seed (``SEED``), and put ``config`` into
     ``gpc.config``.
 
-    The ranks of a host divide its cores. Raises `UserError` if ranks differ in ``shared``, or would
-    compute in different dtypes.
+    The ranks of a host divide its cores. Raises `UserError` if ranks differ in ``shared``.
     """
     gpus = torch.cuda.device_count()
     is_bound = (
@@ -124,16 +117,8 @@ def start(
         timeout=config.get("TIMEOUT"),
         shared=shared,
     )
-    dtype = colossal.compute_dtype(
-        config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu"
-    )
-    limits, dtypes = zip(*gather((cpu_limits(), colossal.name_dtype(dtype))), strict=True)
-    set_processes(limits)
+    set_processes(gather(cpu_limits()))
     limit_threads()
-    if len(set(dtypes)) > 1:  # tensors in exchange would not match
-        raise AgreedError(
-            f"fp16 without dtype means {', '.join(dtypes)} on the ranks' devices: set fp16.dtype"
-        )
 
 
 def gather(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import AMP_TYPE, ParallelMode, gpc, shutdown
-from common.errors import AgreedError, RankError, UserError
+from common.colossal import ParallelMode, gpc, shutdown
+from common.errors import RankError, UserError
 from common.hardware import rank_cores
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, start
 from common.testing.ranks import run_ranks
@@ -182,15 +181,6 @@ def test_ranks_meet_at_a_name_and_the_derived_port():
     assert run_ranks(2, started_sum, ON_ONE_NODE | {"MASTER_ADDR": "localhost"}) == [3.0, 3.0]
 
 
-def test_a_port_in_use_is_named():
-    port = detect("", ON_ONE_NODE).port
-    named = pytest.raises(
-        RuntimeError, match=f"--host=127.0.0.1 --port={port}: .*Address already in use"
-    )
-    with socket.create_server(("127.0.0.1", port)), named:
-        run_ranks(2, started_sum, ON_ONE_NODE)
-
-
 def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
     torch.set_num_threads(2)
     os.sched_setaffinity(0, cpus)
@@ -203,18 +193,3 @@ def test_ranks_divide_the_cores_of_their_mask():
     cpus = os.sched_getaffinity(0)
     share = max(1, len(cpus) // 2)
     assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
-
-
-def dtypes_refused() -> str:
-    """Start two ranks of which only the first has bfloat16 instructions."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.colossal.amp.is_fast", lambda dtype: os.environ["RANK"] == "0")
-        with pytest.raises(AgreedError) as refused:
-            start(detect("", os.environ), {"fp16": {"mode": AMP_TYPE.TORCH}})
-    shutdown()
-    return str(refused.value)
-
-
-def test_devices_with_different_default_dtypes_are_refused():
-    message = "fp16 without dtype means bfloat16, float32 on the ranks' devices: set fp16.dtype"
-    assert run_ranks(2, dtypes_refused) == [message] * 2

@@ -109,7 +109,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
 
     The data may lie elsewhere on each node, which has its own number of workers.
     """
-    flags = ("output", "resume", "allow_change", "find_lr", "profile")
+    flags = ("world_size", "output", "resume", "allow_change", "find_lr", "profile")
     shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
     shared |= package_versions()
     if data := prepared.data:
@@ -117,6 +117,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
     own = ("DATA.root", "DATA.download", "DATA.workers")
     settings = flatten(prepared.config).items()
     shared |= {key: value for key, value in settings if key not in own}
+    shared["fp16.dtype"] = prepared.plan.dtype  # whose default depends on the device
     return {key: str(value) for key, value in shared.items()}
 
 

@@ -51,7 +51,8 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
 
     Raises `UserError` for images that the model does not take.
     """
-    built, size = build_on_meta(dict(model)).eval(), model["image_size"]
+    built = build_on_meta(dict(model)).eval()
+    size = model["image_size"]
     try:
         with FlopCount() as count, torch.no_grad():
             built(torch.empty(1, 3, size, size, device="meta"))
@@ -77,9 +78,8 @@ def peak_images_per_s(
     Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and
     ``frozen`` (FREEZE) are the config's.
     """
-    return (
-        gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
-    )
+    peak = peak_flops(device, compute_dtype(fp16, device.type))
+    return gpus * peak / flops_per_image(model, frozen)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -91,8 +91,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     if gpu is None or "MIG" in name:  # a slice of a GPU
         return _measure_peak(device, dtype)
     half, tf32, single = PEAKS[gpu]
-    fast = torch.get_float32_matmul_precision() != "highest"
-    return 1e12 * (half if dtype != torch.float32 else tf32 if fast else single)
+    full = single if torch.get_float32_matmul_precision() == "highest" else tf32
+    return 1e12 * (full if dtype == torch.float32 else half)
 
 
 def known_gpu(name: str) -> str | None:
@@ -101,17 +101,19 @@ def known_gpu(name: str) -> str | None:
 
 
 def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of the matrix products in `MEASURING` seconds."""
     size = 8192 if device.type == "cuda" else 1024
     if device.type == "cpu" and dtype != torch.float32 and not is_fast(name_dtype(dtype)):
         size = 192  # also takes milliseconds
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    fastest, end = math.inf, time.perf_counter() + MEASURING
+    fastest = math.inf
+    end = time.perf_counter() + MEASURING
     while time.perf_counter() < end or fastest == math.inf:
         started = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
         fastest = min(fastest, time.perf_counter() - started)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # which is to be training's
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own peak
     return 2 * size**3 / fastest
 
 
@@ -128,6 +130,7 @@ class FlopCount(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         outcome = function(*args, **(kwargs or {}))
-        if formula := FORMULAS.get(function._overloadpacket):
+        formula = FORMULAS.get(function._overloadpacket)
+        if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=outcome)
         return outcome

@@ -33,14 +33,16 @@ def build_timm_model(
     activation_checkpoint: bool = False,
     **arguments: Any,
 ) -> nn.Module:
-    """Build timm's model ``timm`` with random weights; ``pretrained`` is up to INIT.
+    """Build timm's model ``timm`` with random weights.
+
+    ``pretrained`` is not read here: it chooses INIT.
 
     Raises `UserError` for arguments that it does not take.
     """
     from timm import create_model
     from timm.layers import convert_sync_batchnorm
 
-    has_size, taken = pretrained_config(timm).fixed_input_size, []
+    taken: list[str] = []
     if arguments:
         with torch.device("meta"):
             signature = inspect.signature(type(create_model(timm)))
@@ -54,9 +56,10 @@ def build_timm_model(
                 f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a "
                 "list of them"
             )
-    sizes = {"img_size": image_size} if has_size else {}
+    if pretrained_config(timm).fixed_input_size:
+        arguments["img_size"] = image_size
     try:
-        model: Any = create_model(timm, num_classes=num_classes or 1000, **sizes, **arguments)
+        model: Any = create_model(timm, num_classes=num_classes or 1000, **arguments)
         if activation_checkpoint:
             model.set_grad_checkpointing()
     except Exception as error:  # of no type in common
@@ -65,15 +68,16 @@ def build_timm_model(
         ) from error
     heads = model.pretrained_cfg["classifier"]
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    on_meta = next(model.parameters()).is_meta  # where a plan needs no statistics
-    return convert_sync_batchnorm(model) if sync_bn and not on_meta else model
+    # a plan, on the meta device, needs no statistics
+    if sync_bn and not next(model.parameters()).is_meta:
+        return convert_sync_batchnorm(model)
+    return model
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number, a text, None, or a list of these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return (
-        value is None
-        or isinstance(value, bool | str | float)
-        or (isinstance(value, int) and value <= LARGEST)
-    )
+    if isinstance(value, int):  # True and False too
+        return value <= LARGEST
+    return value is None or isinstance(value, str | float)

@@ -41,12 +41,10 @@ VARIANTS = {
 }
 VARIANTS["timm"] = VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
 
-# Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters
-# they belong to.
+# Maps the squared norms of shards [rows, P] to those of full tensors, given the P parameters.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
-Bucket = tuple[
-    list[Tensor], dict
-]  # parameters that are updated together, and the options of their group
+# parameters that are updated together, and the options of their group
+Bucket = tuple[list[Tensor], dict]
 
 
 class Lamb(Optimizer):
@@ -79,10 +77,11 @@ class Lamb(Optimizer):
         reduce_norms: ReduceNorms | None = None,
         **options: object,
     ) -> None:
-        if unknown := options.keys() - VARIANTS[variant].keys():
+        unknown = options.keys() - VARIANTS[variant].keys()
+        if unknown:
             raise TypeError(f"unexpected options of LAMB: {', '.join(sorted(unknown))}")
-        # `capturable` has load_state_dict bring `step` to the parameter's device.
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": True}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        defaults["capturable"] = True  # load_state_dict moves `step` to the parameter's device
         super().__init__(params, defaults | VARIANTS[variant] | options)
         self._step_supports_amp_scaling = True  # what torch calls taking `found_inf`
         self.reduce_norms = reduce_norms
@@ -91,11 +90,9 @@ class Lamb(Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
         clip = self._clip_divisor()
-        buckets = [
-            (params, group)
-            for group in self.param_groups
-            for params in self._buckets(group["params"])
-        ]
+        buckets: list[Bucket] = []
+        for group in self.param_groups:
+            buckets += [(params, group) for params in self._buckets(group["params"])]
         if self.reduce_norms is None:
             for bucket in buckets:
                 self._update([bucket], clip)
@@ -115,6 +112,9 @@ class Lamb(Optimizer):
         return [params] if params else []
 
     def _clip_divisor(self) -> Tensor | None:
+        """Return what to divide all gradients by, at least 1, float32; None if they are not
+        clipped.
+        """
         max_norm = self.param_groups[0]["max_grad_norm"]  # one for all groups, as the norm is
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if isinf(max_norm) or not params:
@@ -122,13 +122,13 @@ class Lamb(Optimizer):
         squares_1P = _squared_norms([p.grad for p in params])[None]
         if self.reduce_norms is not None:
             squares_1P = self.reduce_norms(squares_1P, params)
-        return (
-            (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()
-        )  # the type that the fused kernel takes
+        divisor = (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0)
+        return divisor.float()  # the type that the fused kernel takes
 
     def _update(self, buckets: list[Bucket], clip: Tensor | None) -> None:
         """Update buckets whose norms are reduced together."""
-        directions, squares = [], []
+        directions: list[list[Tensor]] = []
+        squares: list[Tensor] = []
         for params, group in buckets:
             # Before the direction, because it brings the parameters into a CPU's cache for all that
             # follows.
@@ -137,23 +137,27 @@ class Lamb(Optimizer):
             squares.append(torch.stack([param_squares_P, _squared_norms(directions[-1])]))
         squares_2P = torch.cat(squares, dim=1)
         if self.reduce_norms is not None:
-            squares_2P = self.reduce_norms(squares_2P, [p for params, _ in buckets for p in params])
+            updated = [p for params, _ in buckets for p in params]
+            squares_2P = self.reduce_norms(squares_2P, updated)
         split_2P = squares_2P.split([len(params) for params, _ in buckets], dim=1)
-        for bucket, bucket_directions, bucket_squares_2P in zip(
-            buckets, directions, split_2P, strict=True
-        ):
-            self._apply(*bucket, bucket_directions, bucket_squares_2P)
+        for number, (params, group) in enumerate(buckets):
+            self._apply(params, group, directions[number], split_2P[number])
 
     def _apply(
         self, params: list[Tensor], group: dict, directions: list[Tensor], squares_2P: Tensor
     ) -> None:
+        """Step along the directions, each scaled by its trust ratio.
+
+        ``squares_2P`` are the squared norms of the parameters and of the directions.
+        """
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             torch._foreach_add_(params, directions, alpha=-group["lr"])
             return
         param_norms_P, direction_norms_P = squares_2P.sqrt()
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
         ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)
-        if self.found_inf is not None:  # then a direction is the weight decay's alone
+        if self.found_inf is not None:
+            # in a skipped update a direction is the weight decay's alone
             ratios_P = ratios_P * (1 - self.found_inf)
         torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
 
@@ -173,9 +177,8 @@ class Lamb(Optimizer):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         if self.found_inf is not None:
-            torch._foreach_sub_(
-                steps, [self.found_inf] * len(steps)
-            )  # a list: one tensor would be read by the host
+            # a list, since the host would read a single tensor
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds
@@ -183,10 +186,10 @@ class Lamb(Optimizer):
         directions = list(torch._foreach_mul(params, group["weight_decay"]))
         torch._fused_adam_(
             directions,
-            [p.grad for p in params if p.grad is not None],  # which all have
+            [p.grad for p in params if p.grad is not None],  # all have one
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            [],
+            [],  # max_exp_avg_sqs, of amsgrad
             steps,
             lr=-1.0,
             beta1=group["betas"][0],
@@ -206,8 +209,7 @@ def _squared_norms(tensors: list[Tensor]) -> Tensor:
     at 65,504.
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    if (
-        tensors[0].is_cpu and tensors[0].dtype == dtype
-    ):  # where a dot product takes half the time of a norm
+    if tensors[0].is_cpu and tensors[0].dtype == dtype:
+        # a dot product takes half the time of a norm there
         return torch.stack([torch.dot(t.flatten(), t.flatten()) for t in tensors])
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).square()

@@ -91,13 +91,12 @@ class TensorMemory(TorchDispatchMode):
     def __enter__(self) -> Self:
         resize = UntypedStorage.resize_
 
-        def follow(
-            storage: UntypedStorage, size: int
-        ) -> None:  # which FSDP calls without a dispatch
+        # FSDP resizes storages without a dispatch
+        def resize_and_follow(storage: UntypedStorage, size: int) -> None:
             resize(storage, size)
             self._follow(storage)
 
-        self._patch = mock.patch.object(UntypedStorage, "resize_", follow)
+        self._patch = mock.patch.object(UntypedStorage, "resize_", resize_and_follow)
         self._patch.start()
         return super().__enter__()
 
@@ -111,13 +110,15 @@ class TensorMemory(TorchDispatchMode):
         outcome = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(outcome):
             if isinstance(leaf, Tensor):
-                self._follow(
-                    getattr(leaf, "_local_tensor", leaf).untyped_storage()
-                )  # a DTensor's says its whole size
+                # the storage of a DTensor itself has the size of the full tensor
+                local = getattr(leaf, "_local_tensor", leaf)
+                self._follow(local.untyped_storage())
         return outcome
 
     def _follow(self, storage: UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
+        """Count the storage's bytes until it is freed."""
+        address = storage._cdata
+        size = storage.nbytes()
         if address not in self._sizes:
             weakref.finalize(storage, self._forget, address).atexit = False
         self.live += size - self._sizes.get(address, 0)
@@ -130,25 +131,17 @@ class TensorMemory(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One process's optimizer step.
+    """What one process holds, computes and sends in an optimizer step. Sizes are in bytes."""
 
-    Attributes:
-        weights, optimizer: bytes of the parameters (with their moving average) and of the optimizer
-        state. gradients: bytes of all gradients. training_peak, update_peak: peak bytes in the
-        forward and backward passes and in the update. flops: of matrix products, including
-        recomputed ones (`torch.utils.flop_counter`). calls, nbytes: of collectives, by `Route`.
-        data_ranks: the data-parallel group of this process.
-    """
-
-    weights: int
-    optimizer: int
+    weights: int  # the parameters and their moving average
+    optimizer: int  # its state
     gradients: int
-    training_peak: int
+    training_peak: int  # in the forward and backward passes
     update_peak: int
-    flops: int
-    calls: Counter
-    nbytes: Counter
-    data_ranks: tuple[int, ...]
+    flops: int  # of matrix products, with recomputed ones (`torch.utils.flop_counter`)
+    calls: Counter  # of collectives, by `Route`
+    nbytes: Counter  # of collectives' messages, by `Route`
+    data_ranks: tuple[int, ...]  # the data-parallel group of this process
 
     @property
     def peak(self) -> int:
@@ -197,9 +190,12 @@ def _estimate(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
     depth = count_blocks(config["MODEL"])
-    # blocks; the first one drops no paths, and `zero` gathers a block during another's backward
-    # pass
-    shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
+    # A model of this many blocks is counted, and one with another; the rest is extrapolated.
+    shallow = 1
+    if config["MODEL"].get("drop_path"):
+        shallow = 2  # the first block drops no paths
+    if config["zero"]:
+        shallow = 3  # a block is gathered during another's backward pass
     # DDP's options that need its own reduction, which the estimate replaces, change nothing that it
     # counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
@@ -211,9 +207,8 @@ def _estimate(
     with fake_launch(launched, processes), _choosing_as_on(device):
         if depth <= shallow + 1:
             return _estimate_depth(config, depth, micro_batch, accumulation)
-        first, second = (
-            _estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1)
-        )
+        first = _estimate_depth(config, shallow, micro_batch, accumulation)
+        second = _estimate_depth(config, shallow + 1, micro_batch, accumulation)
     return _extend(first, second, depth - shallow)
 
 
@@ -229,7 +224,8 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
     """Extrapolate linearly: ``first`` plus ``blocks`` times its difference from ``second``."""
 
     def extended(name: str) -> Any:
-        low, high = getattr(first, name), getattr(second, name)
+        low = getattr(first, name)
+        high = getattr(second, name)
         if isinstance(low, Counter):
             return Counter({key: low[key] + blocks * (high[key] - low[key]) for key in high})
         return low + blocks * (high - low) if isinstance(low, int) else low
@@ -242,13 +238,7 @@ def _estimate_depth(
 ) -> StepEstimate:
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
     with FakeTensorMode(), TensorMemory() as memory:
-        for layer in model.modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                setattr(
-                    layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad)
-                )
-            for name, buffer in layer.named_buffers(recurse=False):
-                layer._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        _move_to_fake_cpu(model)
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)
@@ -264,11 +254,23 @@ def _estimate_depth(
         return StepEstimate(weights=weights, optimizer=state, data_ranks=data_ranks, **counts)
 
 
+def _move_to_fake_cpu(model: nn.Module) -> None:
+    """Replace the tensors of a model on the meta device by fake ones on the CPU, in place."""
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            fake = nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad)
+            setattr(layer, name, fake)
+        for name, buffer in layer.named_buffers(recurse=False):
+            layer._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
 def _count_step(
     engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int, accumulation: int
 ) -> dict[str, Any]:
     """Run an optimizer step; return its counts as `StepEstimate` has them."""
-    flops, calls, nbytes = Counter(), Counter(), Counter()
+    flops = 0
+    calls: Counter[Route] = Counter()
+    nbytes: Counter[Route] = Counter()
 
     def train() -> None:
         engine.zero_grad()
@@ -277,27 +279,30 @@ def _count_step(
         engine.backward(engine.criterion(engine(images), labels))  # pyright: ignore[reportOptionalCall]
 
     def count(part: Callable[[], None], times: int = 1) -> int:
-        """Return the peak of its memory."""
+        """Run ``part`` once and count it ``times``; return the peak of its memory."""
+        nonlocal flops
         memory.peak = memory.live
         with Traffic() as traffic, FlopCount() as arithmetic:
             part()
-        for total, counted in (
-            (flops, {"": arithmetic.total}),
-            (calls, traffic.calls),
-            (nbytes, traffic.nbytes),
-        ):
-            total.update({key: times * number for key, number in counted.items()})
+        flops += times * arithmetic.total
+        for route, number in traffic.calls.items():
+            calls[route] += times * number
+            nbytes[route] += times * traffic.nbytes[route]
         return memory.peak
 
-    # the first may gather parameters, the last reduces gradients; those between are all equal
+    # The first may gather parameters, the last reduces gradients; those between are all equal.
     micro_batches = [1] * accumulation if accumulation < 3 else [1, accumulation - 2, 1]
     peaks = [count(train, times) for times in micro_batches]
     gradients = _nbytes(engine.optimizer.parameters)
     update_peak = count(engine.step)
-    counts = dict(
-        flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak
+    return dict(
+        flops=flops,
+        calls=calls,
+        nbytes=nbytes,
+        gradients=gradients,
+        training_peak=max(peaks),
+        update_peak=update_peak,
     )
-    return counts | {"training_peak": max(peaks)}
 
 
 @contextmanager
@@ -317,13 +322,15 @@ def _choosing_as_on(device: str) -> Iterator[None]:
 
 
 def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop out as a GPU does, which keeps a mask of a byte a value."""
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
 def _layer_norm_as_on_a_gpu(
     layer_norm: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    x = x.float() if torch.is_autocast_enabled("cpu") else x  # as CUDA's autocast does
+    """Compute in float32 under autocast, as CUDA's does and the CPU's does not."""
+    x = x.float() if torch.is_autocast_enabled("cpu") else x
     return layer_norm(x, *args, **options)
 
 

@@ -118,25 +118,24 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
         own = {
             name: value for name, value in arguments.items() if name not in TimmModel.model_fields
         }
-        size = arguments["image_size"]
-        return timm.partition(".")[0], own | (
-            {"img_size": size} if pretrained_config(timm).fixed_input_size else {}
-        )
+        if pretrained_config(timm).fixed_input_size:
+            own["img_size"] = arguments["image_size"]
+        return timm.partition(".")[0], own
     a = parse(Model, arguments)
     if a.stem == "conv" or a.pool == "seq":
         return "none", arguments
     from timm import is_model  # timm takes a second to import
 
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
-    family = {(True, False): "vit", (False, True): "deit3"}.get(
-        (a.init_values is None, a.no_embed_class)
-    )
+    family = None
+    if a.init_values is None and not a.no_embed_class:
+        family = "vit"
+    elif a.init_values is not None and a.no_embed_class:
+        family = "deit3"
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
-    own = {
-        key: value
-        for key, value in timm_arguments(**arguments).items()
-        if not key.endswith("_rate")
-    }
+    own = timm_arguments(**arguments)
+    for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
+        del own[rate]
     return name if is_model(name) else ANY_PLAIN_VIT, own
 
 

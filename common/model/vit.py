@@ -2,10 +2,10 @@
 `VisionTransformer`.
 
 Parameter names, mathematics and initialisation are timm's, so a `state_dict` loads strictly either
-way.
+way. The model does not know the parallel mode it is in: `shard_model` replaces its layers.
 
-Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E
-width of a head.
+Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads,
+E width of a head.
 """
 
 from collections.abc import Sequence
@@ -39,15 +39,13 @@ def build_norm(width: int) -> nn.LayerNorm:
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution with non-overlapping patches, computed as a matrix product: [B, C, Y, X] to [B,
-    N, D].
-    """
+    """A convolution with non-overlapping patches as a matrix product: [B, C, Y, X] to [B, N, D]."""
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         side = self.stride[0]
-        patches = (
-            images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
-        )
+        patches = images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side))
+        # [B, C, rows, side, columns, side] to [B, rows, columns, C, side, side]
+        patches = patches.permute(0, 2, 4, 1, 3, 5)
         return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
 
 
@@ -61,16 +59,18 @@ class PatchEmbed(nn.Module):
 
 
 class ConvStem(nn.Sequential):
-    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), here without batch norms: to [B, N,
-    D].
+    """Overlapping convolutions without batch norms: [B, C, Y, X] to [B, N, D].
+
+    After Xiao et al., arXiv 2106.14881. All but the first have stride 2.
     """
 
     def __init__(self, channels: Sequence[int]) -> None:
         layers: list[nn.Module] = []
-        for i, (before, after) in enumerate(pairwise(channels)):
-            convolution = nn.Conv2d(before, after, kernel_size=3, stride=2 if i else 1, padding=1)
-            for parameter in convolution.parameters():
-                (nn.init.kaiming_normal_ if parameter.ndim > 1 else nn.init.zeros_)(parameter)
+        for number, (before, after) in enumerate(pairwise(channels)):
+            stride = 2 if number else 1
+            convolution = nn.Conv2d(before, after, kernel_size=3, stride=stride, padding=1)
+            nn.init.kaiming_normal_(convolution.weight)
+            nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
             layers += [convolution, nn.GELU()]
         super().__init__(*layers[:-1])
 
@@ -88,21 +88,13 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = round((1 - self.p) * MASK_LEVELS)
-        cuts_bits = (
-            self.training
-            and 0 < kept < MASK_LEVELS
-            and x.is_cpu
-            and not torch.compiler.is_compiling()
-        )
-        if not cuts_bits:
+        is_random = self.training and 0 < kept < MASK_LEVELS
+        if not is_random or not x.is_cpu or torch.compiler.is_compiling():
             return super().forward(x)
         count = x.numel()
+        integers = torch.empty((count + 3) // 4, dtype=torch.int64)
         # the default lower bound, 0, would never set the sign bit
-        bits = (
-            torch.empty((count + 3) // 4, dtype=torch.int64)
-            .random_(-(2**63), None)
-            .view(torch.int16)
-        )
+        bits = integers.random_(-(2**63), None).view(torch.int16)
         # in place and without bool tensors, which PyTorch converts slowly
         mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
         return (x * mask).mul_(MASK_LEVELS / kept)
@@ -154,8 +146,8 @@ class DropPath(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        # An input of compiled code, where the number would be a constant, and each block a graph of
-        # its own. On the CPU it is read without waiting.
+        # A tensor is an input of compiled code. A number would be a constant, and each block, with
+        # its own rate, a graph of its own. On the CPU it is read without waiting.
         self.kept = torch.tensor(1 - rate, device="cpu")
 
     def forward(self, branch_BND: Tensor) -> Tensor:
@@ -172,8 +164,9 @@ class DropPath(nn.Module):
 
 
 def bfloat16_as(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual
-    stream in autocast.
+    """Return ``tensor`` in bfloat16 if ``other`` is.
+
+    So the residual stream stays in bfloat16 under autocast. float16's range is too small for it.
     """
     return tensor.bfloat16() if other.dtype == torch.bfloat16 else tensor
 
@@ -192,13 +185,13 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     def __init__(self, arguments: Model, drop_path: float) -> None:
         super().__init__()
-        width, value = arguments.width, arguments.init_values
+        width = arguments.width
         self.norm1 = build_norm(width)
         self.attn = Attention(width, arguments.heads, arguments.dropout)
-        self.ls1 = nn.Identity() if value is None else LayerScale(width, value)
+        self.ls1 = _build_layer_scale(arguments)
         self.norm2 = build_norm(width)
         self.mlp = Mlp(width, int(width * arguments.mlp_ratio), arguments.dropout)
-        self.ls2 = nn.Identity() if value is None else LayerScale(width, value)
+        self.ls2 = _build_layer_scale(arguments)
         self.drop_path = DropPath(drop_path) if arguments.drop_path else nn.Identity()
 
     def forward(self, x_BND: Tensor) -> Tensor:
@@ -207,29 +200,31 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    """Map images [B, 3, image_size, image_size] to logits [B, classes]."""
+
     head_names = ("head",)
 
     def __init__(self, arguments: Model) -> None:
         super().__init__()
-        width, depth, pool = arguments.width, arguments.depth, arguments.pool
-        self.heads, self.activation_checkpoint = arguments.heads, arguments.activation_checkpoint
-        self.prefix_tokens, self.embedded_prefix = (
-            arguments.prefix_tokens,
-            arguments.embedded_prefix,
-        )
+        width = arguments.width
+        depth = arguments.depth
+        pool = arguments.pool
+        self.heads = arguments.heads
+        self.activation_checkpoint = arguments.activation_checkpoint
+        # the class token and registers, and those of them that have a position embedding
+        self.prefix_tokens = arguments.prefix_tokens
+        self.embedded_prefix = arguments.embedded_prefix
         self.cls_token = _build_tokens(int(pool == "cls"), width)
         self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
-        is_conv = arguments.stem == "conv"
-        self.patch_embed = (
-            ConvStem(arguments.stem_channels)
-            if is_conv
-            else PatchEmbed(arguments.patch_size, width)
-        )
+        if arguments.stem == "conv":
+            self.patch_embed = ConvStem(arguments.stem_channels)
+        else:
+            self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
-        self.blocks = nn.ModuleList(
-            Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth)
-        )
+        # rates of drop_path grow linearly from 0
+        drop_paths = [arguments.drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.ModuleList(Block(arguments, drop_path) for drop_path in drop_paths)
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
         self.norm = build_norm(width) if pool != "avg" else nn.Identity()
         self.attention_pool = build_linear(width, 1) if pool == "seq" else None
@@ -238,15 +233,18 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        pos_embed = bfloat16_as(
-            self.pos_embed, x_BND
-        )  # else autocast makes the stream float32, as in timm
-        if not self.embedded_prefix:
+        # a float32 one would make the residual stream float32 under autocast, as in timm
+        pos_embed = bfloat16_as(self.pos_embed, x_BND)
+        if not self.embedded_prefix:  # of patches alone
             x_BND = x_BND + pos_embed
-        tokens = [bfloat16_as(t, x_BND) for t in (self.cls_token, self.reg_token) if t is not None]
-        prefix = [t.expand(x_BND.shape[0], -1, -1) for t in tokens]
-        x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
-        x_BND = self.dropout(x_BND + pos_embed if self.embedded_prefix else x_BND)
+        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if prefix:
+            batch = x_BND.shape[0]
+            expanded = [bfloat16_as(token, x_BND).expand(batch, -1, -1) for token in prefix]
+            x_BND = torch.cat([*expanded, x_BND], dim=1)
+        if self.embedded_prefix:
+            x_BND = x_BND + pos_embed
+        x_BND = self.dropout(x_BND)
         for block in self.blocks:
             if self.activation_checkpoint and self.training:
                 x_BND = checkpoint(block, x_BND, use_reentrant=False)
@@ -256,9 +254,7 @@ class VisionTransformer(nn.Module):
         return self.head(self.fc_norm(self._pool(x_BND)))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the layers, from the embeddings to the last norm, as timm's models do: for their
-        learning rates.
-        """
+        """Return the patterns of the layers' parameters, as timm's models do for layer decay."""
         stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed)"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
@@ -267,13 +263,20 @@ class VisionTransformer(nn.Module):
         return {"cls_token", "reg_token", "pos_embed"}
 
     def _pool(self, x_BND: Tensor) -> Tensor:
+        """Return the class token, or the mean of the patches, [B, D]."""
         if self.cls_token is not None:
             return x_BND[:, 0]
         patches_BND = x_BND[:, self.prefix_tokens :]
         if self.attention_pool is None:
             return patches_BND.mean(dim=1)
+        # learned weights for each image (Hassani et al., arXiv 2104.05704)
         shares_BN1 = self.attention_pool(patches_BND).softmax(dim=1)
         return (shares_BN1.mT @ patches_BND)[:, 0]
+
+
+def _build_layer_scale(arguments: Model) -> nn.Module:
+    value = arguments.init_values
+    return nn.Identity() if value is None else LayerScale(arguments.width, value)
 
 
 def _build_tokens(count: int, width: int) -> nn.Parameter | None:
@@ -281,11 +284,10 @@ def _build_tokens(count: int, width: int) -> nn.Parameter | None:
 
 
 def _build_position(arguments: Model) -> nn.Parameter:
-    side, width, prefix = (
-        arguments.image_size // arguments.patch_size,
-        arguments.width,
-        arguments.embedded_prefix,
-    )
+    """Return the position embedding [1, prefix + side * side, width]."""
+    side = arguments.image_size // arguments.patch_size
+    width = arguments.width
+    prefix = arguments.embedded_prefix
     if arguments.position == "learned":
         return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
     # a parameter, so that it is in the state_dict, as in timm
@@ -293,14 +295,15 @@ def _build_position(arguments: Model) -> nn.Parameter:
 
 
 def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
-    """Return the fixed position embedding [1, prefix + side * side, width]; it is 0 for the first
-    ``prefix`` tokens.
+    """Return the fixed position embedding [1, prefix + side * side, width].
 
-    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies decrease
-    geometrically from 1 to 1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
+    It is 0 for the first ``prefix`` tokens. A patch has sin x, cos x, sin y, cos y, a quarter of
+    the width each. Frequencies decrease geometrically from 1 to 1/10000; formula of arXiv
+    2205.01580 (big_vision, `posemb_sincos_2d`).
     """
     frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
-    angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)
-    rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
+    angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)  # [side, width / 4]
+    rows = angles.repeat_interleave(side, dim=0)
+    columns = angles.repeat(side, 1)
     table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
     return F.pad(table_ND, (0, 0, prefix, 0))[None]

@@ -52,6 +52,8 @@ WITHOUT_EFFECT = {
     "verbose",
     "verbosity",
 }
+# What `_read_sections` takes out of sections of the config.
+ORIGINAL = {f"fp16.{key}" for key in {*WITHOUT_EFFECT, "initial_scale"}} | {"parallel.data"}
 # What a config says for itself: how a batch is cut.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
@@ -77,10 +79,11 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
             find_config(base),
             {**overrides, **{key: [((), value)] for key, value in values.items()}},
         )
-    _print_notes(str(path), read_original(values, recipe, base))
+    notes = read_original(values, recipe, base)
     for key, changes in overrides.items():
         if key in values or key not in assigned:  # else read as another key, its setting included
             values[key] = override(changes, values.get(key))
+    _print_notes(str(path), _read_sections(values) + notes)
     _leave_one(values, overrides)
     where = f"{path} or --set" if "MODEL" in overrides else str(path)
     config = _complete(values, where)
@@ -110,12 +113,21 @@ def load_own_config(config: Any) -> dict[str, Any]:
 
     ``parallel`` is derived and Colossal-AI's keys (lower case) are checked, as `load_config` does.
     With MODEL, as in the recipes, so are all keys, and defaults are filled in; else UPPER CASE is
-    the script's own. Unknown keys stay.
+    the script's own. Unknown keys in UPPER CASE stay; raises `UserError` for those in lower case.
     """
-    values = (
-        dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
-    )
-    _print_notes("config" if isinstance(config, Mapping) else str(config), _read_fp16(values))
+    if isinstance(config, Mapping):
+        values, used, where = dict(config), set(), "config"
+    else:
+        values, used = execute(find_config(str(config)), {})
+        where = str(config)
+    _print_notes(where, _read_sections(values))
+    known = [key for key in Config.model_fields if key.islower()]
+    for key in values:
+        if key.islower() and key not in {*known, *RENAMED, "dali"} and not _is_helper(key, used):
+            raise UserError(
+                f"{where}: unknown key {key}: keys in lower case are Colossal-AI's "
+                f"({', '.join(known)}); write your own in upper case"
+            )
     is_whole = "MODEL" in values
     checked = {
         key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")
@@ -148,13 +160,22 @@ def _print_notes(where: str, notes: Sequence[str]) -> None:
         print_wrapped(f"{where}: {'; '.join(notes)}")
 
 
-def _read_fp16(values: dict[str, Any]) -> list[str]:
-    """Take Colossal-AI's other keys of NAIVE and APEX out of ``fp16``."""
+def _read_sections(values: dict[str, Any]) -> list[str]:
+    """Take Colossal-AI's other keys of NAIVE and APEX out of ``fp16``, and ``data`` of
+    ``parallel``; return how each was read.
+    """
+    notes = []
+    parallel = values.get("parallel")
+    if isinstance(parallel, Mapping) and "data" in parallel:
+        values["parallel"] = {key: value for key, value in parallel.items() if key != "data"}
+        notes.append(
+            f"parallel.data={parallel['data']!r} as nothing: it follows from the number of "
+            "processes"
+        )
     fp16 = values.get("fp16")
     if not isinstance(fp16, Mapping):
-        return []
+        return notes
     values["fp16"] = {key: value for key, value in fp16.items() if key not in WITHOUT_EFFECT}
-    notes = []
     if "initial_scale" in fp16:
         values["fp16"]["init_scale"] = values["fp16"].pop("initial_scale")
         notes.append(f"fp16.initial_scale as fp16.init_scale={fp16['initial_scale']!r}")
@@ -231,7 +252,7 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     Colossal-AI's keys (lower case) mean without a value what they mean there. Raises `UserError`
     for a key under both names; of a key inside MODEL or DATA, the example's name counts.
     """
-    notes = _read_dali(values) + _read_fp16(values)
+    notes = _read_dali(values)
     named = {RENAMED.get(name, name) for name in values} | STATED
     left_out = [
         name
@@ -303,7 +324,11 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         if not equals:
             raise UserError(f"--set {setting}: write it as KEY=VALUE")
         # MODEL may be timm's, whose arguments are checked with the whole of it
-        takes_text = not name.startswith("MODEL.") and values_of(find_key(name)).startswith("text")
+        takes_text = (
+            not name.startswith("MODEL.")
+            and name not in ORIGINAL
+            and values_of(find_key(name)).startswith("text")
+        )
         key, *inside = name.split(".")
         overrides.setdefault(key, []).append((tuple(inside), _parse_value(text, takes_text)))
     return overrides

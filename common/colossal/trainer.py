@@ -1,18 +1,26 @@
 """The training loop."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common.colossal.engine import Engine
 from common.colossal.lost_ranks import doing, naming_lost_ranks
 from common.colossal.step_optimizer import OncePerStep
 from common.colossal.tensor_parallel.sharding import broadcast_buffers
-from common.colossal.upstream import BaseHook, LRSchedulerHook, UpstreamTrainer
+from common.colossal.upstream import (
+    BaseHook,
+    DataParallelSampler,
+    LRSchedulerHook,
+    UpstreamTrainer,
+)
 from common.errors import AgreedError, UserError
 
 
@@ -27,6 +35,8 @@ class Trainer(UpstreamTrainer):
       an `LRSchedulerHook`
       does so, by step or by epoch;
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
+    - hooks see each sample of an evaluation once: what `get_dataloader` repeats, so that ranks have
+      equal numbers, is left out of ``output`` and ``label``;
     - it says what it is doing, for `Watcher`.
 
     Attributes, for hooks:
@@ -213,6 +223,8 @@ class Trainer(UpstreamTrainer):
         has_loss = any(wishes or [True]) and self.engine.criterion is not None
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
+        schedule: Any = self.engine.schedule
+        unpadded = _count_unpadded(test_dataloader)
         self._call_hooks("before_test")
         broadcast_buffers(self.engine.model)  # each rank's batch norms have seen different images
         self._call_hooks("before_test_epoch")
@@ -231,6 +243,12 @@ class Trainer(UpstreamTrainer):
                 iter([batch]), forward_only=True, return_loss=has_loss
             )
             self._call_timer("stop", "Test-step", keep_in_history=True)
+            size = schedule.batch_size
+            schedule.batch_size = max(0, min(size, unpadded))
+            if schedule.batch_size < size:
+                output, label, loss = result
+                result = *_first_samples((output, label), schedule.batch_size, size), loss
+            unpadded -= size
             self._call_hooks("after_test_iter", result)
             if self.stopping:  # the evaluation is repeated when the run is resumed
                 return
@@ -248,3 +266,16 @@ class Trainer(UpstreamTrainer):
         return self._cur_epoch >= self._max_epochs or (
             self._max_steps is not None and self.step >= self._max_steps
         )
+
+
+def _count_unpadded(loader: Any) -> int:
+    """Return how many of this rank's samples come before those that are repeated as padding."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DataParallelSampler):
+        return sys.maxsize
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
+
+
+def _first_samples(tensors: Any, count: int, size: int) -> Any:
+    """Return the first ``count`` samples of each tensor of ``size`` samples."""
+    return tree_map_only(Tensor, lambda t: t[:count] if t.ndim and len(t) == size else t, tensors)

@@ -105,7 +105,9 @@ with quiet_import():
     from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.global_variables import tensor_parallel_env
+    from colossalai.legacy.nn import loss as upstream_loss
     from colossalai.legacy.nn import metric as upstream_metric
+    from colossalai.legacy.nn.layer import parallel_1d, parallel_2d, parallel_2p5d, parallel_3d
     from colossalai.legacy.nn.layer.parallel_1d._utils import (
         gather_forward_split_backward,
         reduce_grad,
@@ -119,6 +121,7 @@ with quiet_import():
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook, LRSchedulerHook
     from colossalai.legacy.utils import get_dataloader
+    from colossalai.legacy.utils.data_sampler import DataParallelSampler
     from colossalai.logging import disable_existing_loggers, get_dist_logger
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
     from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
@@ -149,6 +152,33 @@ def repair_accuracy() -> None:
     upstream_metric._parallel_accuracy.clear()
 
 
+def repair_loss() -> None:
+    """Make `CrossEntropyLoss` torch's in every mode: legacy/nn/loss/__init__.py:36 splits the
+    targets only.
+    """
+    upstream_loss.get_tensor_parallel_mode = lambda: None
+
+
+def refuse_layers() -> None:
+    """Refuse Colossal-AI's tensor-parallel layers: on today's PyTorch they train wrongly, or not at
+    all.
+
+    Without a tensor-parallel mode, its layers are PyTorch's.
+    """
+
+    def refuse(layer: Any, *_: Any, **__: Any) -> None:
+        raise UserError(
+            f"{type(layer).__name__} of colossalai.legacy.nn is not supported: build the model of "
+            "torch.nn's layers, as build_model of common.model.build does, and call "
+            "shard_model(model) of common.colossal"
+        )
+
+    for mode in (parallel_1d, parallel_2d, parallel_2p5d, parallel_3d):
+        for layer in vars(mode).values():
+            if isinstance(layer, type):
+                layer.__init__ = refuse
+
+
 def repair_warmup() -> None:
     """Let schedules after a warm-up begin at the full rate.
 
@@ -170,3 +200,5 @@ repair_old_paths()
 repair_warmup()
 repair_cpu_timers()
 repair_accuracy()
+repair_loss()
+refuse_layers()

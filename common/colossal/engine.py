@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
-from common.colossal.tensor_parallel.sharding import is_sharded, kept_buffers
+from common.colossal.tensor_parallel.sharding import is_sharded, kept_buffers, named_shards
 from common.colossal.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
 from common.colossal.zero import set_communication
 from common.errors import UserError, first_line, is_first_process
@@ -36,7 +37,7 @@ class Engine(UpstreamEngine):
 
     For each micro-batch `Trainer` calls `zero_grad`, upstream's `execute_schedule` (forward, loss,
     `backward`), and `step`, which calls ``clip_grad_by_norm`` and ``step`` of `StepOptimizer`. The
-    model's output is float32.
+    model's output is float32, each tensor of it if there are several.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the
     backward pass in DDP's ``no_sync``, which acts on the forward pass: gradients are all-reduced in
@@ -64,7 +65,7 @@ class Engine(UpstreamEngine):
         super().backward(loss)
         self.on_phase("rest")
 
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         if self.training:
             self.on_phase("forward")
         model: Any = self.model
@@ -78,7 +79,12 @@ class Engine(UpstreamEngine):
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, self.optimizer.completes_step)
         with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):
-            return model(*inputs, **named_inputs).float()
+            output = model(*inputs, **named_inputs)
+        return tree_map_only(Tensor, _in_float32, output)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class WholeSteps:
@@ -117,6 +123,8 @@ def initialize(
     train_dataloader: Any = None,
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
+    ophooks: Sequence[Any] | None = None,
+    verbose: bool = True,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``,
     after a launch.
@@ -126,10 +134,17 @@ def initialize(
     ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel rank its own random
     numbers.
 
-    Replaces legacy/initialize.py:242. `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook`
-    that has it.
+    Replaces legacy/initialize.py:242, whose ``verbose`` has no effect: nothing is printed.
+    `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it. Raises `UserError` for
+    ``ophooks``, and for a ``parallel`` or ``zero`` that `shard_model` has not applied to ``model``.
     """
+    if ophooks:
+        raise UserError(
+            f"initialize(ophooks={ophooks}): hooks of operators are not supported: omit them, or "
+            "use PyTorch's module hooks"
+        )
     config = gpc.config
+    check_sharded(model, config)
     set_backends(config)
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
@@ -140,6 +155,7 @@ def initialize(
     step_optimizer = StepOptimizer(
         optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED)
     )
+    step_optimizer.max_norm = config.get("clip_grad_norm") or 0.0
     step_optimizer.statistics = [
         b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()
     ]
@@ -161,7 +177,7 @@ def initialize(
         _average_gradients(model, config),
         step_optimizer,
         criterion,
-        clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+        clip_grad_norm=step_optimizer.max_norm,
         precision=precision,
         lr_scheduler=schedule,
     )
@@ -171,6 +187,24 @@ def initialize(
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, schedule
+
+
+def check_sharded(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` if ``model`` is not sharded, but the launch's ``parallel`` or ``zero`` is
+    to shard it.
+    """
+    size = gpc.get_world_size(ParallelMode.TENSOR)
+    zero = gpc.get_world_size(ParallelMode.DATA) > 1 and config.get("zero")
+    unsharded = {
+        f"parallel.tensor.size={size}": size > 1 and not is_sharded(named_shards(model).values()),
+        f"zero={zero}": zero and not isinstance(model, FSDPModule),
+    }
+    for key, is_wrong in unsharded.items():
+        if is_wrong:
+            raise UserError(
+                f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
+                f"before the optimizer is built, or remove {key} from the config"
+            )
 
 
 def set_backends(config: Mapping[str, Any]) -> None:

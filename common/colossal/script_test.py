@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.legacy.nn import CrossEntropyLoss
+from torch import nn
 
 from common.colossal import (
     AMP_TYPE,
@@ -102,9 +104,10 @@ OWN = (
 
 def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
     launch_from_torch(config=config)
-    assert (
-        Accuracy()(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 3
-    )  # upstream's 2d takes logits for shards
+    # upstream's 2d takes logits for shards
+    logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
+    assert Accuracy()(logits, labels) == 3
+    assert CrossEntropyLoss()(logits, labels) == nn.functional.cross_entropy(logits, labels)
     answer = dict(gpc.config), gpc.tensor_parallel_size, torch.distributed.get_backend()
     shutdown()
     return answer
@@ -133,6 +136,81 @@ def test_a_script_gets_the_config_that_train_py_gets(
     assert values["parallel"]["tensor"]["size"] == size
     expected = own | (load_config(recipe) if recipe else {})
     assert {key: values[key] for key in expected} == expected
+
+
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from common import colossal as colossalai
+from common.colossal import AMP_TYPE, Accuracy, Trainer, get_dataloader, gpc, hooks
+colossalai.launch_from_torch(config=CONFIG, verbose=False)
+torch.manual_seed(0)
+x, y = torch.randn(17, 3, 4, 4), torch.arange(17) % 4
+model = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
+def start(model=model, ophooks=None):
+    loaders = (get_dataloader(dataset=TensorDataset(x, y), batch_size=4) for _ in range(2))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=1.0), nn.CrossEntropyLoss()
+    return colossalai.initialize(model, optimizer, loss, *loaders, ophooks=ophooks, verbose=False)
+"""
+STEP = """
+before = model[1].weight.detach().clone(), model[1].bias.detach().clone()
+engine, *_ = start()
+engine.optimizer.zero_grad()
+engine.optimizer.backward(engine.criterion(engine(x), y))
+engine.optimizer.step()
+moved = [after - old for after, old in zip(model[1].parameters(), before)]
+print(f"moved by {torch.cat([m.flatten() for m in moved]).norm():.4f}")
+"""
+TWO = """
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self, x):
+        logits = self.model(x)
+        return logits, {"class": logits.argmax(1)}
+logits, other = start(Two())[0](x)
+print(logits.dtype, other["class"].dtype)
+"""
+EVALUATE = """
+engine, train, test, _ = start()
+trainer = Trainer(engine)
+metrics = [hooks.AccuracyHook(Accuracy()), hooks.LossHook()]
+trainer.fit(train, 1, test_dataloader=test, hooks=metrics)
+found = trainer.states["metrics"]["test"]["Accuracy"].get_accumulated_value()
+with torch.no_grad():
+    print("differs by", round(found - (model(x).argmax(1) == y).double().mean().item(), 6))
+"""
+LAYERS = "from colossalai.legacy.nn import Linear\nprint('built', Linear(4, 4).weight.shape)"
+TENSOR = "dict(parallel=dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d')))"
+# ranks, config, script, what it prints or the error that ends it
+SCRIPTS = [
+    (1, "dict(clip_grad_norm=0.125)", STEP, "moved by 0.1250"),
+    (1, "{}", "start()[0].step()", r"call engine.backward\(loss\) before, not loss.backward"),
+    (1, "dict(fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16'))", TWO, "torch.float32 torch.int64"),
+    (1, "{}", "start(ophooks=[1])", r"ophooks=\[1\]\): hooks of operators are not supported"),
+    (2, TENSOR, "", "config: parallel.data=1 as nothing"),
+    (2, TENSOR, "start()", r"parallel.tensor.size=2: the model is not sharded: call shard_model"),
+    (2, "dict(zero=dict(stage=1))", "start()", r"zero={'stage': 1}: the model is not sharded"),
+    (2, TENSOR, LAYERS, "Linear1D of colossalai.legacy.nn is not supported: build the model of"),
+    (1, "{}", LAYERS, "built"),
+    (1, "dict(gradient_acumulation=2)", "", "config: unknown key gradient_acumulation: keys in"),
+    (1, "dict(gradient_clipping=1.0)", "", r"\(.*clip_grad_norm.*\); write your own in upper case"),
+    (2, "{}", EVALUATE, "differs by -?0.0"),
+    (4, "{}", EVALUATE, "differs by -?0.0"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "config", "script", "expected"), SCRIPTS)
+def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd):
+    (tmp_path / "own.py").write_text(HEAD.replace("CONFIG", config) + script)
+    try:
+        run_ranks(ranks, run_script, tmp_path / "own.py", tmp_path)
+        said = capfd.readouterr().out
+    except RuntimeError as error:
+        said = str(error)
+    assert re.search(expected, " ".join(said.split())), said
 
 
 def save_sharded(path: Path) -> bool:

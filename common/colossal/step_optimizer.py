@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
 from common.colossal.zero import collect_gradients
-from common.errors import AgreedError
+from common.errors import AgreedError, UserError
 
 MAX_SKIPPED = 20  # consecutive updates
 CHECK_EVERY = 20  # updates between two reads of a GPU's counters; each read synchronises
@@ -76,7 +76,8 @@ class StepOptimizer(OptimizerWrapper):
     """Accumulate gradients over ``accumulation`` micro-batches; then unscale, clip and update once.
 
     `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch;
-    all but `backward` act once per optimizer step. Afterwards ``grad_norm`` is the norm of the
+    all but `backward` act once per optimizer step. A script may call them itself: without
+    `clip_grad_by_norm`, `step` clips to ``max_norm``. Afterwards ``grad_norm`` is the norm of the
     whole model's gradient before clipping, a 0-dim tensor on the device.
 
     If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no
@@ -104,6 +105,8 @@ class StepOptimizer(OptimizerWrapper):
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
         self.statistics: list[Tensor] = []  # of batch norms, flat
+        self.max_norm = 0.0  # of a step that `Engine.step` has not clipped
+        self.is_clipped = False
 
     @property
     def completes_step(self) -> bool:
@@ -145,6 +148,7 @@ class StepOptimizer(OptimizerWrapper):
         """
         if self.accumulated < self.accumulation:
             return
+        self.is_clipped = True
         collect_gradients(self.parameters)
         sum_partial_gradients(self.parameters)
         if self.scaler:
@@ -154,8 +158,15 @@ class StepOptimizer(OptimizerWrapper):
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
 
     def step(self) -> None:
+        if self.accumulated == 0:
+            raise UserError(
+                "step() has no gradient: call engine.backward(loss) before, not loss.backward()"
+            )
         if self.accumulated < self.accumulation:
             return
+        if not self.is_clipped:
+            self.clip_grad_by_norm(self.max_norm)
+        self.is_clipped = False
         self.accumulated = 0
         found_inf = (~self.grad_norm.isfinite()).float()
         self._update(found_inf)

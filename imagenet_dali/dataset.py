@@ -6,20 +6,17 @@ labels.txt                       one class name a line; the line number, from 0,
 manifest.json                    checksums of shards and tables; written last
 """
 
-import importlib.util
-import runpy
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from crc32c import crc32c
 
 from common.data.image_folder import check_class_names
 from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
+from imagenet_dali.tfrecord_format import BadSampleError, unframe
 
 FORMAT = 1
 MANIFEST, LABELS = "manifest.json", "labels.txt"
@@ -38,8 +35,6 @@ RECORD = np.dtype(
         ("width", "<u4"),
     ]
 )
-HEADER_BYTES, FOOTER_BYTES = 12, 4
-_MASK_DELTA = 0xA282EAD8
 
 
 class ShardEntry(Schema):
@@ -247,59 +242,3 @@ def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
     if not table.is_file() or sha256_of(table) != entry.records_sha256:
         raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
     return np.load(table, mmap_mode="r")
-
-
-class BadSampleError(ValueError):
-    """A record or an image that must not reach training; the message is the reason, without the
-    location.
-    """
-
-
-# the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
-_package: Any = importlib.util.find_spec("tfrecord")
-Example = runpy.run_path(f"{_package.submodule_search_locations[0]}/example_pb2.py")["Example"]
-
-
-def masked_crc(data: bytes | memoryview) -> bytes:
-    """Return the CRC-32C of `data`, rotated and offset as TFRecord stores it."""
-    crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF)
-
-
-def frame(payload: bytes) -> bytes:
-    """Return the record that holds `payload`."""
-    return b"".join((_header(len(payload)), payload, masked_crc(payload)))
-
-
-def _header(size: int) -> bytes:
-    length = struct.pack("<Q", size)
-    return length + masked_crc(length)
-
-
-def unframe(record: bytes | memoryview) -> memoryview:
-    """Return the payload of one whole record, without a copy; `BadSampleError` if a checksum is
-    wrong.
-    """
-    record = memoryview(record)
-    payload = record[HEADER_BYTES:-FOOTER_BYTES]
-    if record[:HEADER_BYTES] != _header(len(payload)):
-        raise BadSampleError("length or its checksum does not match")
-    if record[-FOOTER_BYTES:] != masked_crc(payload):
-        raise BadSampleError("checksum of the data does not match")
-    return payload
-
-
-def build_example(
-    image: bytes, label: int, text: str, filename: str, height: int, width: int
-) -> bytes:
-    """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards
-    use.
-    """
-    example = Example()
-    numbers = {"class/label": label, "height": height, "width": width}
-    strings = {"encoded": image, "format": b"JPEG", "class/text": text.encode()}
-    strings["filename"] = filename.encode(errors="surrogateescape")
-    for kind, values in (("int64_list", numbers), ("bytes_list", strings)):
-        for key, value in values.items():
-            getattr(example.features.feature[f"image/{key}"], kind).value.append(value)
-    return example.SerializeToString(deterministic=True)  # protobuf maps have no order of their own

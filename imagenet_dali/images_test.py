@@ -8,8 +8,8 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from common.data.image_folder import decode_image
-from imagenet_dali.dataset import BadSampleError
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
+from imagenet_dali.tfrecord_format import BadSampleError
 from imagenet_dali.writer import convert_image
 
 

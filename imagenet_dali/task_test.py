@@ -13,12 +13,13 @@ from common.data.loader import Loader
 from common.data.sampler import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
-from imagenet_dali.dataset import frame, open_split, unframe
+from imagenet_dali.dataset import open_split
 from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
 from imagenet_dali.images_test import exif
 from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
 from imagenet_dali.testing import jpeg, spoil_record, write_images
+from imagenet_dali.tfrecord_format import frame, unframe
 
 STD = 0.25
 DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()

@@ -14,18 +14,20 @@ from common.data.image_folder import NAMED, SPLITS
 from common.errors import UserError, counted, printable
 from common.files import sha256_of
 from imagenet_dali.dataset import (
-    FOOTER_BYTES,
-    HEADER_BYTES,
     LABELS,
     MANIFEST,
     RECORD,
-    BadSampleError,
-    Example,
     find_faults,
-    masked_crc,
     read_labels,
     read_manifest,
     read_table,
+)
+from imagenet_dali.tfrecord_format import (
+    FOOTER_BYTES,
+    HEADER_BYTES,
+    BadSampleError,
+    Example,
+    masked_crc,
     unframe,
 )
 from imagenet_dali.writer import ShardRows, atomic_file, check_jpeg, parallel_map, write_dataset

@@ -37,11 +37,9 @@ from imagenet_dali.dataset import (
     LABELS,
     MANIFEST,
     PARTIAL,
-    BadSampleError,
-    build_example,
-    frame,
 )
 from imagenet_dali.find_images import Place, read_rows
+from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 
 QUALITY = 95  # of JPEGs that are re-encoded
 RESAMPLING = Image.Resampling.LANCZOS

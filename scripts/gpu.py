@@ -1,7 +1,7 @@
 """What one GPU shows in a quarter of an hour: is it right, then how fast is it.
 
     python scripts/gpu.py a            # tests, in parallel; then training steps, ceilings, LAMB
-    python scripts/gpu.py b            # DALI, CIFAR-10 to its end, loaders, training from JPEGs
+    python scripts/gpu.py b            # DALI, CIFAR-10 to its end, training from JPEGs
     python scripts/gpu.py              # both, about 12 minutes
     python scripts/gpu.py piece lamb   # one piece, in this process, for as long as it takes
 
@@ -12,8 +12,8 @@ and a wrong number must be known before a fast one counts. What measures speed r
 valuable first. `--seconds` ends a call early: pieces for which no time is left are named.
 
 In $OUT (default: outputs/gpu), rows.jsonl gets a row as soon as it is measured, with the command,
-commit, versions and hardware; summary.txt a line a piece; logs.txt all that the pieces print. The
-table of the rows is printed last.
+commit, versions and hardware; logs.txt all that the pieces print. The table of the rows is printed
+last.
 
 Nothing has to be installed but the packages of requirements-gpu-test.txt, torch, torchvision and
 timm: the pieces find the project beside this file. Without DALI its pieces end with an error, or
@@ -36,7 +36,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,7 +104,6 @@ def speed(model: str) -> None:
     peak = peak_images_per_s(shape, bfloat16, 1, torch.device(bench.DEVICE))
 
     def measure(name: str, train: bench.Variant, how: bool | str = True, *more: str) -> None:
-        started = time.monotonic()
         steps, warm_up = (2, 1) if TINY else (30, 12)
         work = bench.Work((*settings, *more), steps, warm_up, how)
         gc.collect()
@@ -126,8 +124,7 @@ def speed(model: str) -> None:
         figures["mfu"] = images_per_s / peak
         if bench.DEVICE == "cuda":
             figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        took = time.monotonic() - started
-        write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures, took_s=took)
+        write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures)
 
     def permute(self: Attention, x_BND: torch.Tensor) -> torch.Tensor:
         """Split queries, keys and values as timm does."""
@@ -242,41 +239,6 @@ def photographs() -> Path:
     return shards
 
 
-def loader() -> None:
-    """Count images a second to the GPU, without training: our CPU loader, and torchvision's nvJPEG
-    on whole images.
-    """
-    import bench
-    import torch
-    from torchvision.io import decode_jpeg, read_file
-
-    from common.config.load import load_config
-    from common.hardware import cores
-    from imagenet_dali.task import build_train_loader
-
-    data = load_config("vit-b16")["DATA"]
-    data |= {"root": str(photographs()), "loader": "torchvision", "workers": cores()}
-    device = torch.device("cuda:0" if bench.DEVICE == "cuda" else "cpu")
-    batches = build_train_loader(data, BATCH, BATCH, seed=0, image_size=224, device=device)
-    for number in range(2):
-        started = time.perf_counter()
-        count = 0
-        for images, _ in batches:
-            count += len(images)
-            images.sum().item()  # waits for the device
-        rate = count / (time.perf_counter() - started)
-        write_row(piece="loader", what="ours, torchvision", number=number, images_per_s=rate)
-    batches.close()
-    files = [read_file(str(path)) for path in sorted((WORK / "images" / "a").iterdir())[:64]]
-    try:
-        seconds = seconds_of(partial(decode_jpeg, files, device=bench.DEVICE))
-    except RuntimeError as error:  # built without nvJPEG
-        write_row(piece="loader", what="torchvision's decode_jpeg", error=f"{error!r:.200}")
-    else:
-        rate = len(files) / seconds
-        write_row(piece="loader", what="torchvision's decode_jpeg", images_per_s=rate)
-
-
 def pipeline(kind: str) -> None:
     """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py, with the recipe's LAMB, Mixup and
     dropout; ``kind`` is DATA.loader.
@@ -312,7 +274,7 @@ def cifar() -> None:
     from common.testing.photographs import write_photographs
 
     folder = WORK / "cifar10"
-    source = Path(os.environ.get("CIFAR10") or folder)
+    source = os.environ.get("CIFAR10")
     settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10"]
     if TINY:
         settings += ["MAX_STEPS=40", "EVAL_EVERY=20", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1"]
@@ -320,13 +282,14 @@ def cifar() -> None:
         for split in ("train", "test"):
             if not (folder / split).exists():
                 write_photographs(folder / split, "abcdefghij", 160, 32, 32)
-    elif source.is_dir():
-        folder = source
-    elif "CIFAR10" in os.environ:
-        with tarfile.open(source) as archive:
-            archive.extractall(folder, filter="data")
-    else:
-        settings.append("DATA.download=True")
+    elif source and Path(source).is_dir():
+        folder = Path(source)
+    elif not (folder / "train").is_dir():  # else it was unpacked before
+        if source:
+            with tarfile.open(source) as archive:
+                archive.extractall(folder, filter="data")
+        else:
+            settings.append("DATA.download=True")
     output = WORK / "cifar"
     shutil.rmtree(output, ignore_errors=True)
     settings.append(f"DATA.root={folder}")
@@ -362,7 +325,7 @@ PIECES = {
     "numerics-eager": Piece(120, "numerics and False"),
     "numerics-compiled-adamw": Piece(170, "numerics and True and adamw"),
     "numerics-compiled-lamb": Piece(170, "numerics and True and lamb"),
-    "muon": Piece(90, "muon or drop_path"),
+    "muon": Piece(90, "muon"),
     "waits": Piece(120, "wait"),
     "resume": Piece(160, "resume and bfloat16"),
     "memory": Piece(120, "memory"),
@@ -376,13 +339,12 @@ PIECES = {
     "dali": Piece(60, "test_dali or (quickstart and dali)"),
     "pipeline-dali": Piece(60, partial(pipeline, "dali")),
     "cifar": Piece(235, cifar),
-    "loader": Piece(45, loader),
     "pipeline-torchvision": Piece(60, partial(pipeline, "torchvision")),
 }
 # The groups of pieces that run at once, one group after another, and seconds for all.
 A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
 A += [["speed-b16"], ["speed-s16"], ["lamb"], ["ceilings"]]
-B = [["dali"], ["pipeline-dali"], ["cifar"], ["loader"], ["pipeline-torchvision"]]
+B = [["dali"], ["pipeline-dali"], ["cifar"], ["pipeline-torchvision"]]
 CALLS = {"a": (A, 385.0), "b": (B, 325.0)}
 
 
@@ -394,12 +356,10 @@ def run_call(groups: list[list[str]], seconds: float) -> None:
     end = time.monotonic() + seconds
     OUT.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton"))
-    say(f"{_gpu_name()}; {os.cpu_count()} CPUs; {versions}, DALI {_version('nvidia-dali-cuda130')}")
     rows_before = len(_lines(ROWS))
     for names in groups:
         if end - time.monotonic() < LEAST:
-            say(f"left out for lack of time: {', '.join(names)}")
+            print(f"left out for lack of time: {', '.join(names)}", flush=True)
             continue
         started = time.monotonic()
         running = {name: _start(name, len(names)) for name in names}
@@ -451,32 +411,13 @@ def _report(name: str, ended: str, has_failed: bool) -> None:
     """Print how a piece ended, with what it said last or of its faults; add its log to the file."""
     text = (WORK / f"{name}.log").read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    say(f"{name}: {ended}: {(lines or ['nothing said'])[-1][:150]}")
+    print(f"{name}: {ended}: {(lines or ['nothing said'])[-1][:150]}", flush=True)
     if has_failed:
         telling = [line for line in lines if line.startswith("E  ") or "rror" in line]
         for line in (telling or lines)[-6:]:
             print(f"    {line[:220]}", flush=True)
     with (OUT / "logs.txt").open("a") as file:
         file.write(f"===== {name}: {ended}\n{text[:30_000]}\n{text[30_000:][-60_000:]}\n")
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-    with (OUT / "summary.txt").open("a") as file:
-        file.write(f"{line}\n")
-
-
-def _version(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "none"
-
-
-def _gpu_name() -> str:
-    with suppress(OSError):  # no such command
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no GPU"
-    return "no GPU"
 
 
 def _lines(path: Path) -> list[str]:

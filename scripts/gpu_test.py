@@ -27,7 +27,6 @@ from common.files import ROOT
 from common.hardware import cores
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, build_training
-from common.model.vit import DropPath
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run
@@ -194,16 +193,6 @@ def test_muon(record):
     error = ((updates[1] - updates[0]).norm() / updates[0].norm()).item()
     record(relative_error=error)
     assert error < 0.03
-
-
-def test_compiled_drop_path_drops_whole_samples_and_keeps_their_mean(record):
-    layer = DropPath(0.25)
-    layer.compile()
-    kept_BND = layer(torch.ones(1 << 16, 2, 4, device=DEVICE))
-    assert kept_BND.unique().tolist() == pytest.approx([0, 4 / 3])
-    assert (kept_BND == kept_BND[:, :1, :1]).all()
-    record(mean=kept_BND.mean().item())
-    assert kept_BND.mean().item() == pytest.approx(1, abs=0.02)
 
 
 class ForbidWaiting(BaseHook):

@@ -82,7 +82,6 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
         ("deit3_b16", "deit3_base_patch16_224", "7.3-13 hours"),
         ("deit3_l16", "deit3_large_patch16_224", "26-44 hours"),
         ("deit3_h14", "deit3_huge_patch14_224", "45-77 hours"),
-        ("dinov2_s14_finetune", "vit_small_patch14_dinov2", "21 minutes"),
         ("vit-b16", "vit_base_patch16_224", "3.6-6.2 hours"),
     ],
 )

@@ -1,6 +1,7 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -201,22 +202,35 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
 def check_init(
     config: Mapping[str, Any], args: argparse.Namespace, data: DataSummary | None
 ) -> str:
-    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the
+    """Raise `UserError` if INIT's weights do not fit, or for fine-tuning without INIT; return the
     message after loading.
     """
     classes = args.classes or args.class_order
     if not config["INIT"]:
         if classes:
             raise UserError(f"{classes}: only --init's weights have classes to name; leave it out")
-        if config["FREEZE"] and args.resume in (AUTO, NEVER):
-            raise UserError(
-                f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add "
-                "--init or omit FREEZE"
-            )
+        if args.resume in (AUTO, NEVER):
+            _check_random_start(config, args.config)
         return ""
     names = data.class_names if data else ()
     _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
     return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
+
+
+def _check_random_start(config: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` for what makes sense with trained weights only."""
+    decay = config["OPTIMIZER"].get("layer_decay", 1.0)
+    fine_tuning = {
+        f"FREEZE={config['FREEZE']!r}": config["FREEZE"],
+        f"OPTIMIZER.layer_decay={decay}": decay < 1,
+        f"--config {name}": re.search("fine[-_]?tun", Path(name).stem),
+    }
+    for setting, is_set in fine_tuning.items():
+        if is_set:
+            raise UserError(
+                f"{setting} without INIT starts from random weights: add --init SOURCE, or for a "
+                "model of timm's --set MODEL.pretrained=True"
+            )
 
 
 def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:

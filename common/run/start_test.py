@@ -38,20 +38,20 @@ def start(data: Path, output: Path, *settings: str) -> Ended:
 
 
 def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
-    keys = ("OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
-    whole = start(data, tmp_path / "whole", *keys)
-    head = start(
-        data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64"
-    )
+    whole = start(data, tmp_path / "whole", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
+    init = f"INIT={tmp_path / 'whole'}"
+    head = start(data, tmp_path / "head", init, "FREEZE=body", "MICRO_BATCH_SIZE=64")
+    tuned = start(data, tmp_path / "tuned", init, "OPTIMIZER.layer_decay=0.5")
+    decay = "OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)"
     said = [
-        "OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)",
         "EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights",
         "zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel "
         "process",
         "warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many "
         "as it has",
     ]
-    for ended, lines in ((whole, said), (head, [STARTED, "a new head of 7 classes, not its 9"])):
+    started = [STARTED, "a new head of 7 classes, not its 9"]
+    for ended, lines in ((whole, said), (head, started), (tuned, [decay])):
         printed = [
             line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line
         ]

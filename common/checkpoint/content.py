@@ -229,7 +229,7 @@ def check_shapes(
         ]
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise UserError(
-            f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was "
+            f"{path} does not fit the model: {', '.join(shown)}{more}; keep the MODEL it was "
             "trained with"
         )
 

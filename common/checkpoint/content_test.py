@@ -110,7 +110,7 @@ def resume(run: Path) -> None:
         (
             "ema.safetensors",
             {},
-            r" another .*: cls_token missing \(model: \[1, 1, 8\]\), .*, .*, and 17 more; keep ",
+            r" does not .*: cls_token missing \(model: \[1, 1, 8\]\), .*, .*, and 17 more; keep ",
         ),
         ("random.safetensors", b"none", ""),
         ("trainer.json", (b'"gpus": 1', b'"gpus": 2'), "metrics of 1 ranks, not 2"),

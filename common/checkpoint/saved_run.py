@@ -86,7 +86,7 @@ class SavedRun:
 
 def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is what `open_run` opens, or one of the
-    ``others``.
+    ``others``, which may need ``--set``.
     """
     parser = command_parser(description)
     parser.add_argument(
@@ -98,6 +98,14 @@ def build_parser(description: str | None, others: str = "") -> argparse.Argument
         "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
     )
     parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
+    if others:
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="override a key of the config",
+        )
     return parser
 
 

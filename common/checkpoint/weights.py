@@ -23,11 +23,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint.classes import ORDERS, match_classes, order_classes
-from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
+from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL, SHOWN
+from common.checkpoint.foreign_weights import (
+    PRETRAINING,
+    describe_arguments,
+    fit_pool,
+    read_torch_file,
+    resolve_preprocessing,
+    unwrap_weights,
+)
 from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.colossal import kept_buffers
-from common.config.load import restore_config
+from common.config.load import parse_settings, restore_config
 from common.config.model_keys import TIMM_DATA, pretrained_config
 from common.errors import UserError, first_line
 from common.files import read_bytes, read_names
@@ -35,12 +43,11 @@ from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, ti
 from common.model.vit import PatchEmbed, VisionTransformer
 
 HUB = "hf-hub:"
-OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
+OTHERS = (
+    ", a file of weights, a folder that export wrote for timm, a model of timm's by name, or "
+    "hf-hub:<user>/<name>"
+)
 BATCH = 64  # images that are evaluated at once, unless ``MICRO_BATCH_SIZE`` is set
-WRAPPERS = (
-    "state_dict",
-    "model",
-)  # under which timm, DeiT and others keep the parameters in a torch file
 # timm.create_model's other arguments load further files and unpickle them.
 SHAPE = {"act_layer", "norm_layer", *timm_arguments()}
 
@@ -51,7 +58,7 @@ class OpenedWeights(NamedTuple):
     weights: dict[str, Tensor]
     model: Mapping[str, Any]
     preprocessing: Mapping[str, Any] = {}
-    chosen: str = ""  # the checkpoint of a run, and why that one
+    chosen: str = ""  # the checkpoint of a run and why that one, or the part of a file
 
 
 def resolve_source(name: str, is_timm: bool = False) -> str:
@@ -76,8 +83,11 @@ def resolve_source(name: str, is_timm: bool = False) -> str:
     )  # links stay: a run's `best`, files of the Hub's cache
 
 
-def open_source(name: str) -> OpenedWeights:
-    """Read the weights that `resolve_source` named; raise `UserError` for what holds none."""
+def open_source(name: str, *, raw: bool = False) -> OpenedWeights:
+    """Read the weights that `resolve_source` named; raise `UserError` for what holds none.
+
+    ``raw`` takes a file's weights where it has their moving average too.
+    """
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and not path.exists():
         raise UserError(
@@ -90,9 +100,9 @@ def open_source(name: str) -> OpenedWeights:
         names = {"label_names": run.about["data"]["class_names"]}
         return OpenedWeights(run.load_weights(), run.config["MODEL"], names, chosen)
     try:
-        return (
-            _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
-        )
+        if is_hub:
+            return _open_hub(name)
+        return _open_file(name, path / MODEL if path.is_dir() else path, raw)
     except UserError:
         raise
     except (
@@ -105,10 +115,12 @@ def open_source(name: str) -> OpenedWeights:
             reason = (
                 "not by torch.save, or more than tensors, which is not read since it may run code"
             )
-        remedy = (
-            "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network "
-            "and HF_TOKEN"
-        )
+        remedy = "name a run, a checkpoint, a file of weights or a timm model"
+        if is_hub:
+            remedy = (
+                f"check network and HF_TOKEN, or download {MODEL} elsewhere from "
+                f"https://huggingface.co/{name.removeprefix(HUB)} and pass --init FILE"
+            )
         raise UserError(
             f"{name}: holds no weights that can be read ({reason}): {remedy}"
         ) from error
@@ -123,28 +135,15 @@ def _open_hub(name: str) -> OpenedWeights:
     return OpenedWeights(weights, {"timm": architecture, **arguments}, preprocessing)
 
 
-def _open_file(name: str, file: Path) -> OpenedWeights:
-    weights = (
-        load_file(file)
-        if file.suffix == ".safetensors"
-        else torch.load(file, "cpu", weights_only=True)
-    )
-    weights = next(
-        (weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights),
-        weights,
-    )
-    if not (
-        isinstance(weights, Mapping)
-        and weights
-        and all(isinstance(value, Tensor) for value in weights.values())
-    ):
-        raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
-    weights, about = dict(weights), _read_description(file)
+def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
+    saved = load_file(file) if file.suffix == ".safetensors" else read_torch_file(file)
+    weights, notes = unwrap_weights(saved, f"{name}: {file.name}", raw)
+    about = _read_description(file)
     if "config" in about:  # a run's
         names = {"label_names": about.get("data", {}).get("class_names")}
         return OpenedWeights(weights, about["config"]["MODEL"], names)
     if "architecture" not in about:
-        return OpenedWeights(weights, {})
+        return OpenedWeights(weights, *describe_arguments(saved), "; ".join(notes))
     own = {key: about.get(key) for key in ("label_names", "num_classes")}
     timm = about["architecture"]  # "none": of a model that timm does not have, by export.py
     model = about.get("model_args", {}) | ({} if timm == "none" else {"timm": timm})
@@ -209,9 +208,10 @@ def infer_model(
         hidden = len(weights["blocks.0.mlp.fc1.weight"])
         registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     except (KeyError, ValueError, IndexError) as error:
+        first = [f"{key} {list(tensor.shape)}" for key, tensor in weights.items()][:SHOWN]
         raise UserError(
-            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); "
-            "choose other weights"
+            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}), but "
+            f"{', '.join(first)}; choose other weights"
         ) from error
     depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
     ratio = hidden / width
@@ -253,7 +253,7 @@ def fit_pretrained(
     a line.
 
     ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file,
-    one of torch's with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises
+    one of torch's with nothing that may run code, or ``hf-hub:<id>``. Raises
     `UserError` for anything else, and for weights of another architecture.
 
     The rows of the head are brought into the order of ``names``, the data set's classes; a head of
@@ -268,18 +268,18 @@ def fit_pretrained(
         )
     except UserError as error:
         raise UserError(f"INIT={error}") from error
-    notes: list[str | None] = []
+    notes = [fit_pool(weights, model, known.get("no_embed_class"))]
     if is_ours:
         _check_shape(source, weights, {**known, "heads": heads}, model)
-        notes = [] if heads else [f"MODEL.heads={model.heads}, which the weights do not tell"]
+        if not heads:
+            notes.append(f"MODEL.heads={model.heads}, which the weights do not tell")
     labels, warning = _match_head(about, names, classes) if names else ([], "")
-    notes.append(_fit_timm(weights, model, labels, warning))
+    notes += _fit_timm(weights, model, labels, warning)
     if is_ours and "pos_embed" in weights:
         notes.append(_fit_position(weights, model))
     check_architecture(Path(source), weights, model)
-    return weights, "; ".join(
-        filter(None, [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
-    )
+    start = f"starting from the weights of {source}{chosen and f' ({chosen})'}"
+    return weights, "; ".join(filter(None, [start, *notes]))
 
 
 def _match_head(
@@ -297,14 +297,19 @@ def _match_head(
 
 def _fit_timm(
     weights: dict[str, Tensor], model: Any, labels: Sequence[int | None] = (), warning: str = ""
-) -> str | None:
-    """Rename and resample ``weights`` as timm does for its model, and put the heads of ``model`` in
-    place of others.
+) -> list[str]:
+    """Rename and resample ``weights`` as timm does for its model, put the heads of ``model`` in
+    place of others, and leave out what only pre-training uses; return what was done.
     """
+    unused = [name for name in weights if name.startswith(PRETRAINING)]
     if convert := getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None):
         converted = dict(convert(dict(weights), model))
         weights.clear()
         weights |= converted
+    for name in unused:
+        weights.pop(name, None)  # timm's conversion leaves out some
+    left_out = f"without {len(unused)} parameters of pre-training: {', '.join(unused[:SHOWN])}"
+    notes = [left_out] if unused else []
     weights |= {name: buffer for name, buffer in kept_buffers(model).items() if name not in weights}
     own = {
         name: p.detach()
@@ -315,16 +320,15 @@ def _fit_timm(
     rows = [*range(len(next(iter(own.values()))))]
     order = [*labels, *sorted({*rows} - {*labels})]
     if fits and order == rows:
-        return warning
+        return [*notes, warning]
     if fits and None not in order and sorted(order) == rows:
         weights |= {name: weights[name][order] for name in own}
-        return "the rows of its head in the order of the data set's classes"
+        return [*notes, "the rows of its head in the order of the data set's classes"]
     name = f"{model.head_names[0]}.weight"
     saved = weights.get(name)
     weights |= own
-    return f"a new head of {len(own[name])} classes" + (
-        f", not its {len(saved)}{' others' if fits else ''}" if saved is not None else ""
-    )
+    instead = f", not its {len(saved)}{' others' if fits else ''}" if saved is not None else ""
+    return [*notes, f"a new head of {len(own[name])} classes{instead}"]
 
 
 def _check_shape(
@@ -353,18 +357,18 @@ def _check_shape(
         )
 
 
-def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
+def _fit_position(weights: dict[str, Tensor], model: Any) -> str:
     """Bring the position embedding to the grid of ``model``."""
     saved, own = weights["pos_embed"], model.pos_embed
     prefix: int = model.embedded_prefix  # pyright: ignore[reportAssignmentType]
     old, new = (math.isqrt(max(0, table.shape[1] - prefix)) for table in (saved, own))
     if old**2 + prefix != saved.shape[1]:
-        return None  # another architecture, which is refused with all that differs
+        return ""  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid
         weights["pos_embed"] = own.detach()
         return "fixed positions in place of its"
     if old == new:
-        return None
+        return ""
     from timm.layers import resample_abs_pos_embed  # timm takes a second to import
 
     weights["pos_embed"] = resample_abs_pos_embed(saved, [new, new], [old, old], prefix)
@@ -385,23 +389,35 @@ class PretrainedRun(SavedRun):
 
 
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
-    """Open what `open_run` does, and models that `resolve_source` names or `export` wrote for timm.
+    """Open what `open_run` does, models that `resolve_source` names, files of weights, and what
+    `export` wrote for timm.
 
-    Their images are prepared as timm's configuration says, but for interpolations that training
-    does not know.
+    Their images are prepared as timm's validate.py does, those of a file as its train.py, but for
+    interpolations that training does not know.
     """
     source = resolve_source(name)
     path = Path(source)
-    if not source.startswith(HUB) and ((path / MARKER).is_file() or not (path / MODEL).is_file()):
+    is_of_run = (path / MARKER).is_file() or (path.parent / MARKER).is_file()
+    has_weights = path.is_file() or (path / MODEL).is_file()
+    if not source.startswith(HUB) and (is_of_run or not has_weights):
         return open_run(name, settings, raw=raw)
-    weights, known, about, _ = open_source(source)
-    if not known.get("timm") or not about.get("num_classes"):
-        missing = "classes" if known.get("timm") else "config.json"
-        raise UserError(f"{name}: it has no {missing}, so there is nothing to evaluate")
-    sizes = {
-        "image_size": known.get("img_size") or about["input_size"][-1],
-        "num_classes": about["num_classes"],
-    }
+    weights, known, about, chosen = open_source(source, raw=raw)
+    named = dict(parse_settings(settings).get("MODEL", ())).get(("timm",))
+    if named and not known:
+        known, about = {"timm": named}, resolve_preprocessing(named, {})
+    if not known.get("timm"):
+        raise UserError(
+            f"{name}: does not say of which model it is: name timm's with --set MODEL.timm=NAME"
+        )
+    classes = about.get("num_classes")
+    if classes is None:  # of a file, whose head tells
+        heads = about["classifier"]
+        head = heads if isinstance(heads, str) else heads[0]
+        classes = len(weights.get(f"{head}.weight", ()))
+    if not classes:
+        raise UserError(f"{name}: it has no classes, so there is nothing to evaluate")
+    size = known.get("img_size") or about["input_size"][-1]
+    sizes = {"image_size": size, "num_classes": classes}
     data = {key: about[theirs] for key, theirs in TIMM_DATA.items() if about.get(theirs)}
     given = {
         key: value
@@ -422,16 +438,18 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     fitted, model = dict(weights), build_on_meta(config["MODEL"])
     _fit_timm(fitted, model)
     check_architecture(path, fitted, model)
-    names, descriptions = _name_classes(about, about["num_classes"])
+    names, descriptions = _name_classes(about, classes)
+    notes = ["pretrained", chosen]
+    if not is_known:
+        notes.append(f"images are resized bilinearly here, not {how}")
+    if about.get("crop_mode") == "squash":
+        notes.append("the centre is cut out here, timm squashes images")
     return PretrainedRun(
         folder=Path("outputs", path.parent.name.removeprefix(HUB))
         if source.startswith(HUB)
         else path.parent,
         checkpoint=path,
-        chosen="pretrained"
-        + f"; images are resized bilinearly here, not {how}" * (not is_known)
-        + "; the centre is cut out here, timm squashes images"
-        * (about.get("crop_mode") == "squash"),
+        chosen="; ".join(filter(None, notes)),
         config=config,
         about={
             "task": "imagenet_dali",

@@ -3,12 +3,14 @@ mode.
 """
 
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import nn
 
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
@@ -48,7 +50,9 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
     theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
-    torch.save({"model" if parts else "state_dict": theirs.state_dict()}, tmp_path / "timm.pth")
+    wrap, prefix = (torch.compile, "_orig_mod.") if parts else (nn.DataParallel, "module.")
+    saved = {"model" if parts else "state_dict": wrap(theirs).state_dict()}
+    torch.save(saved, tmp_path / "timm.pth")
     ours = build_model(**arguments | {"image_size": size})
     own_head, own_position = ours.head.weight.clone(), ours.pos_embed.clone()
     done = load_pretrained(ours, str(tmp_path / "timm.pth"))
@@ -66,7 +70,8 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     )
     expected = "; fixed positions in place of its" if position == "sincos2d" else expected
     heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"
-    assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
+    start = f"starting from the weights of {tmp_path}/timm.pth (names without {prefix})"
+    assert done == f"{start}; {heads}{expected}"
 
 
 # weights; the data set's classes; the option; their rows of the head, "-" for a new one; and what
@@ -218,8 +223,10 @@ def test_weights_that_are_not_finite_are_refused(saved):
 
 
 def test_what_holds_no_weights_is_refused(tmp_path):
-    torch.save({"model": {"a": torch.ones(1)}, "args": tmp_path}, tmp_path / "code.pth")
-    torch.save({"epoch": 3, "weights": {"a": torch.ones(1)}}, tmp_path / "other.pth")
+    weights = {"a": torch.ones(1)}
+    args = Namespace(output=tmp_path)  # a class that is not read, in one that is
+    torch.save({"model": weights, "args": args}, tmp_path / "code.pth")
+    torch.save({"epoch": 3, "weights": weights}, tmp_path / "other.pth")
     (tmp_path / "short.safetensors").write_bytes(b"12345678{")
     (tmp_path / "empty").mkdir()
     for name, words in {

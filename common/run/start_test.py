@@ -41,8 +41,6 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     whole = start(data, tmp_path / "whole", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
     init = f"INIT={tmp_path / 'whole'}"
     head = start(data, tmp_path / "head", init, "FREEZE=body", "MICRO_BATCH_SIZE=64")
-    tuned = start(data, tmp_path / "tuned", init, "OPTIMIZER.layer_decay=0.5")
-    decay = "OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)"
     said = [
         "EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights",
         "zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel "
@@ -51,7 +49,7 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         "as it has",
     ]
     started = [STARTED, "a new head of 7 classes, not its 9"]
-    for ended, lines in ((whole, said), (head, started), (tuned, [decay])):
+    for ended, lines in ((whole, said), (head, started)):
         printed = [
             line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line
         ]

@@ -46,13 +46,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--class-order", choices=ORDERS, help=ORDER_HELP)
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the config",
-    )
-    parser.add_argument(
         "--output",
         metavar="DIR",
         help="default: evaluation/<checkpoint>[-raw][-<data>], in the run",

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     images = list_images(args.images)
-    run = open_model(args.run, raw=args.raw)
+    run = open_model(args.run, args.set, raw=args.raw)
     run.name_classes(args.classes)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)

@@ -1,0 +1,113 @@
+"""Files of weights that other programs save: timm's train.py, DeiT, MAE, Lightning, and models that
+DistributedDataParallel or torch.compile wrapped.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.config.model_keys import pretrained_config
+from common.errors import UserError
+
+# Where a file keeps the parameters. The averages go before the weights, as in timm.
+AVERAGES = ("state_dict_ema", "model_ema")
+WEIGHTS = ("state_dict", "model")
+# What wrappers put before the names, and torch.compile before those of a block.
+PREFIXES = re.compile(r"^(?:(?:module|_orig_mod|model|backbone)\.)+|\b_orig_mod\.")
+# What only the pre-training of MAE uses.
+PRETRAINING = ("decoder_", "mask_token")
+
+
+def read_torch_file(file: Path) -> Any:
+    """Read what ``torch.save`` wrote: tensors, plain values, and the `argparse.Namespace` of timm's
+    and DeiT's arguments.
+
+    PyTorch refuses everything else, so no code in the file runs. Of a Namespace it sets the
+    attributes only.
+    """
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(file, "cpu", weights_only=True)
+
+
+def unwrap_weights(saved: Any, file: str, raw: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the parameters in ``saved`` by the model's own names, and what was done to get them.
+
+    ``raw`` takes the weights where there is a moving average too. Raises `UserError` for what is no
+    state_dict, naming the ``file``.
+    """
+    keys = WEIGHTS if raw else AVERAGES + WEIGHTS
+    found = saved if isinstance(saved, Mapping) else {}
+    key = next((key for key in keys if found.get(key) is not None), None)
+    weights = saved[key] if key else saved
+    if not (
+        isinstance(weights, Mapping)
+        and weights
+        and all(isinstance(value, Tensor) for value in weights.values())
+    ):
+        raise UserError(f"{file} is no state_dict: save model.state_dict() alone")
+    prefixes = {prefix for name in weights for prefix in PREFIXES.findall(name)}
+    unwrapped = {PREFIXES.sub("", name): value for name, value in weights.items()}
+    notes = []
+    if key in AVERAGES:
+        notes.append(f"{key}, the moving average of its weights")
+    if prefixes:
+        notes.append(f"names without {', '.join(sorted(prefixes))}")
+    return unwrapped, notes
+
+
+def describe_arguments(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return MODEL and timm's preprocessing as the arguments of timm's train.py or of DeiT's in
+    ``saved`` tell them; nothing without them.
+    """
+    from timm import is_model  # takes a second
+
+    found = saved.get("args")
+    args = vars(found) if isinstance(found, argparse.Namespace) else {}
+    name = args.get("model")
+    if not isinstance(name, str) or not is_model(name):
+        return {}, {}
+    if isinstance(args.get("input_size"), int):  # DeiT's
+        args = args | {"img_size": args["input_size"], "input_size": None}
+    model = {"timm": name, **(args.get("model_kwargs") or {})}
+    if args.get("gp"):
+        model["global_pool"] = args["gp"]
+    return model, resolve_preprocessing(name, args)
+
+
+def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how timm's train.py with ``args`` prepares the images of the model ``timm``."""
+    from timm.data import resolve_data_config
+
+    about = pretrained_config(timm).to_dict()
+    return resolve_data_config(args, about) | {"classifier": about["classifier"]}
+
+
+def fit_pool(weights: dict[str, Tensor], model: nn.Module, no_embed_class: bool | None) -> str:
+    """Fit ``weights`` with a norm of every token to a ``model`` that averages the patches before
+    its norm; return what was done.
+
+    That norm begins anew, as in the fine-tuning of MAE. The class token is left out where ``model``
+    has none, with its position, unless ``no_embed_class``; None: unless the positions are a square.
+    """
+    own = dict(model.named_parameters())
+    norm = {name: value.detach() for name, value in own.items() if name.startswith("fc_norm.")}
+    if not norm or "norm.weight" not in weights.keys() - own.keys():
+        return ""
+    for name in norm:
+        del weights[name.removeprefix("fc_")]
+    weights |= norm
+    if "cls_token" in own or "cls_token" not in weights:
+        return "a new norm for the mean of the patches"
+    del weights["cls_token"]
+    tokens = weights["pos_embed"].shape[1]
+    if no_embed_class is None:
+        no_embed_class = math.isqrt(tokens) ** 2 == tokens
+    if not no_embed_class:
+        weights["pos_embed"] = weights["pos_embed"][:, 1:]
+    return "a new norm for the mean of the patches, without its class token"

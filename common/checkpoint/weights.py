@@ -416,9 +416,13 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         classes = len(weights.get(f"{head}.weight", ()))
     if not classes:
         raise UserError(f"{name}: it has no classes, so there is nothing to evaluate")
-    size = known.get("img_size") or about["input_size"][-1]
+    trained = known.get("img_size") or about["input_size"][-1]
+    # Larger than in training for some models without a fixed size: timm's validate.py takes it.
+    _, _, size = about.get("test_input_size") or (3, trained, trained)
     sizes = {"image_size": size, "num_classes": classes}
     data = {key: about[theirs] for key, theirs in TIMM_DATA.items() if about.get(theirs)}
+    if size != trained:
+        data["eval_crop"] = about.get("test_crop_pct") or data["eval_crop"]
     given = {
         key: value
         for key, value in known.items()
@@ -440,6 +444,8 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     check_architecture(path, fitted, model)
     names, descriptions = _name_classes(about, classes)
     notes = ["pretrained", chosen]
+    if size == config["MODEL"]["image_size"] != trained:
+        notes.append(f"images of {size} pixels, timm's test_input_size, not {trained} as trained")
     if not is_known:
         notes.append(f"images are resized bilinearly here, not {how}")
     if about.get("crop_mode") == "squash":

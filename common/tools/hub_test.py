@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from PIL import Image
 from safetensors.torch import save_file
-from timm.data import create_transform
+from timm.data import create_transform, resolve_model_data_config
 
 from common.checkpoint.weights import load_pretrained, open_model, resolve_source
 from common.errors import UserError
@@ -32,6 +32,8 @@ CFG = {
     "input_size": [3, 16, 16],
 }
 
+TESTED = {"test_input_size": [3, 24, 24], "test_crop_pct": 1.0}
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -44,7 +46,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "architecture": architecture,
             "num_classes": 1000,
             "model_args": arguments,
-            "pretrained_cfg": CFG,
+            "pretrained_cfg": CFG if arguments else CFG | TESTED,
         }
         folder = tmp_path / "hub" / "timm" / name
         folder.mkdir(parents=True)
@@ -67,9 +69,7 @@ def test_a_model_by_timms_name_answers_as_in_timm(name, hub, tmp_path, capsys):
     picture.save(tmp_path / "picture.png")
     predict.main([name, str(tmp_path / "picture.png"), "--json"])
     model = timm.create_model(f"hf-hub:timm/{name}", pretrained=True).eval()
-    transform = create_transform(
-        (3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bicubic"
-    )
+    transform = create_transform(**resolve_model_data_config(model, use_test_size=True))
     with torch.no_grad():
         shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
     found = json.loads(capsys.readouterr().out)["classes"]

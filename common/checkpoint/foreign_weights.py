@@ -97,7 +97,8 @@ def fit_pool(weights: dict[str, Tensor], model: nn.Module, no_embed_class: bool 
     """
     own = dict(model.named_parameters())
     norm = {name: value.detach() for name, value in own.items() if name.startswith("fc_norm.")}
-    if not norm or "norm.weight" not in weights.keys() - own.keys():
+    has_both = "fc_norm.weight" in weights
+    if not norm or has_both or "norm.weight" not in weights.keys() - own.keys():
         return ""
     for name in norm:
         del weights[name.removeprefix("fc_")]

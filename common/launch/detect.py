@@ -160,8 +160,8 @@ def _from_environment(
     if missing := [name for name in names.values() if not environ.get(name)]:
         pods = "; in Kubeflow's pods, start scripts/train_torchrun.sh"
         raise UserError(
-            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as "
-            f"{launcher} does, or none{pods if launcher == 'torch' else ''}"
+            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, or none"
+            f"{pods if launcher == 'torch' else ''}"
         )
     place = {
         field: environ[name] if field == "host" else _integer(name, environ)

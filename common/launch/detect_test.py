@@ -123,7 +123,7 @@ def test_command_lines(line, environ, expected):
         (
             "",
             MPICH | {"MPI_LOCALRANKID": ""},
-            "MPI_LOCALRANKID not set: set all of PMI_RANK, MPI_LOCALRANKID, PMI_SIZE, as mpich ",
+            "MPI_LOCALRANKID not set: set all of PMI_RANK, MPI_LOCALRANKID, PMI_SIZE, or none",
         ),
         ("", PALS, "--host missing: on several nodes mpirun"),
         ("", TORCHRUN | {"RANK": "4"}, "rank=4 is out of range: expected 0 to 3"),

@@ -29,7 +29,7 @@ class Task:
     config without MODEL leaves out. ``recipes`` are the first letters of the names of the task's
     recipes. ``describe`` counts the data set of a config's ``DATA``. ``train_samples`` are those of
     the data set that the recipes are for, and ``download`` names what DATA.download fetches.
-    ``has_splits`` tells whether ``DATA["split"]`` chooses what is evaluated. ``loader`` is the
+    ``has_splits`` tells whether ``DATA["eval_split"]`` chooses what is evaluated. ``loader`` is the
     task's only one, where ``DATA["loader"]`` does not choose it.
     """
 

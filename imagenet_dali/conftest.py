@@ -15,7 +15,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     be changed.
     """
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(write_images(folder / "images", 150), folder / "data", shards=3)
+    for split, per_class in (("train", 120), ("val", 30)):
+        write_images(folder / "images" / split, per_class)
+    prepare(folder / "images", folder / "data", shards=3)
     return folder / "data"
 
 

@@ -78,6 +78,7 @@ class Split:
     records: np.ndarray  # of RECORD, memory-mapped
     class_names: list[str]
     fingerprint: str  # of the whole data set
+    held_out: str  # which share of train validation is, if it was drawn by file name
 
     @property
     def place(self) -> str:
@@ -187,6 +188,7 @@ def open_split(root: Path, split: str) -> Split:
         records=read_table(root, manifest, split),
         class_names=read_labels(root / LABELS, manifest.num_classes),
         fingerprint=manifest.fingerprint,
+        held_out=manifest.made.get("held_out") or "",
     )
 
 

@@ -7,14 +7,15 @@ import itertools
 import json
 import re
 import tarfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from common.data.image_folder import (
+    SPLIT_NAME,
     SPLITS,
     Files,
     check_class_names,
@@ -25,7 +26,7 @@ from common.data.image_folder import (
     list_splits,
     split_by_class,
 )
-from common.errors import UserError, first_line, printable
+from common.errors import UserError, counted, first_line, printable
 from common.files import canonical_name, fingerprint_of
 from imagenet_dali.dataset import LABELS, read_labels
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 VALIDATION_SHARE = 0.2
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")  # in WebDataset tars
 TRAIN_TAR, VALIDATION_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+TINY_LABELS = "val_annotations.txt"  # of Tiny ImageNet: file, synset and box in a line
 # the number of each validation image's class, and the synset of each number
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 
@@ -62,7 +64,8 @@ class Source:
     """The images of each split, one name for each label, and where the images are that are no files
     themselves.
 
-    ``validation`` says where the validation images come from.
+    ``validation`` says where the validation images come from, and ``held_out`` which share of train
+    they are and how it was drawn, if they are. ``ignored`` are files that have no image's name.
     """
 
     root: Path
@@ -70,6 +73,20 @@ class Source:
     splits: dict[str, Files]
     places: Mapping[str, Place] = field(default_factory=dict)
     validation: str = ""
+    held_out: str = ""
+    ignored: Sequence[Path] = ()
+
+    @property
+    def summary(self) -> str:
+        """The number of classes, the first names, their images, and the ignored files."""
+        split, files = next(iter(self.splits.items()))
+        counts = Counter(label for _, label in files)
+        each = [counts[label] for label in range(len(self.class_names))]
+        names = ", ".join(self.class_names[:3]) + (", ..." if len(each) > 3 else "")
+        found = f"{len(each)} classes ({names}), {min(each)} to {max(each)} {split} images each"
+        if self.ignored:
+            found += f"; {counted(len(self.ignored), 'file')} ignored, such as {self.ignored[0]}"
+        return f"{self.root}: {found}"
 
     @property
     def fingerprint(self) -> str:
@@ -89,58 +106,83 @@ class Source:
 
 
 def list_source(
-    root: Path, validation_share: float | None = None, split: str | None = None
+    root: Path,
+    validation_share: float | None = None,
+    split: str | None = None,
+    *,
+    by_count: bool = False,
 ) -> Source:
     """Find the images for training and validation below `root`, or those of one `split`: of a
     folder without, all.
 
     Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in
-    torchvision. Without a validation split `validation_share` of each class becomes it. Raises
-    `UserError` if the folder has none of the layouts.
+    torchvision. Without a validation split `validation_share` of each class becomes it, by name, or
+    `by_count` as in earlier versions. Raises `UserError` if the folder has none of the layouts.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
-    folders, containers = find_splits(root), []
-    names = [name for name in list_folders(root) if name.lower() not in {*SPLITS, "data"}]
-    if folders or len(names) > 1:
+    folders, containers = find_splits(root), _find_containers(root)
+    archived = {_split_of(container): root / container for container in containers}
+    if (root / TRAIN_TAR).is_file():
+        archived.pop("test", None)  # its labels are not published
+    others = [name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)]
+    is_folder = folders or len({*others} - {"data"}) > 1 or not containers
+    present = (folders or {"": root}) if is_folder else archived
+    for name in ("train", "validation") if is_folder else ():
+        if name in archived and name not in (folders or ["train"]):
+            raise UserError(
+                f"{archived[name]}: the {name} split in an archive, beside folders; unpack it into "
+                f"{root / name}, or move it away"
+            )
+    if present.keys().isdisjoint({split or "train", ""}):
+        raise UserError(
+            f"{root}: no {split or 'train'} split, only {', '.join(present)}; name it with --split"
+        )
+    if is_folder:
         source = _list_folder(root, folders, split)
     elif (root / TRAIN_TAR).is_file():
-        source, containers = _list_imagenet_tars(root), [TRAIN_TAR]
-    elif containers := _find_containers(root):
-        source = _list_containers(root, containers, split)
-    elif not names and len(found := list_folders(root)) > 1:
-        raise UserError(
-            f"{root}: {', '.join(found)} are splits, not classes; sort the images into "
-            "train/<class>/*"
-        )
+        source = _list_imagenet_tars(root)
     else:
-        source = _list_folder(root, {}, split)
+        source = _list_containers(root, containers, split)
     check_class_names(source.class_names, root)
-    if split:
-        if split not in source.splits:
-            raise UserError(
-                f"{root}: no {split} split, only {', '.join(source.splits)}; name it with --split"
-            )
-        place = f"the {split} split" if any(map(_split_of, containers)) else "the whole folder"
-        place = f"{folders[split].name}/" if folders else place
-        return replace(source, splits={split: source.splits[split]}, validation=place)
-    has_test = "test" in {*folders, *map(_split_of, containers)}
-    unused = "; test is left out, prepare and evaluate take --split test" * has_test
-    if "validation" not in source.splits:
+    unused = ""
+    if "test" in present and not split:
+        unused = "; test is left out, prepare and evaluate take --split test"
+    name = split or "validation"
+    if name not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
-        train, validation = split_by_class(source.splits["train"], share)
-        splits = {"train": train} | ({"validation": validation} if validation else {})
-        return replace(
-            source,
-            splits=splits,
-            validation=f"{share:.0%} of each class, held out of train{unused}",
-        )
+        return _hold_out(source, share, unused, by_count=by_count)
     if validation_share is not None:
         raise UserError(
             f"--validation-share={validation_share}: {root} has a validation split already; drop it"
         )
-    place = f"{folders['validation'].name}/" if folders else "the validation split"
-    return replace(source, validation=place + unused)
+    place = "the whole folder" if "" in present else f"the {name} split"
+    if folders:
+        place = f"{folders[name].name}/"
+    splits = {name: source.splits[name]} if split else source.splits
+    return replace(source, splits=splits, validation=place + unused)
+
+
+def _hold_out(source: Source, share: float, unused: str, *, by_count: bool) -> Source:
+    """Make a share of each class of train the validation split."""
+    if not share:
+        return replace(source, validation="none, as --validation-share=0")
+    names = None if by_count else source.class_names
+    train, validation = split_by_class(source.splits["train"], share, names)
+    if not validation:
+        raise UserError(
+            f"{source.root}: no class has images enough to hold {share:.0%} out for validation; "
+            "add some, so that one has two, or sort them into train/<class>/* and val/<class>/*"
+        )
+    total = len(train) + len(validation)
+    how = "count" if by_count else "file name"
+    return replace(
+        source,
+        splits={"train": train, "validation": validation},
+        validation=f"{len(validation):,} of {total:,} images, about {share:.0%} of each class, "
+        f"held out of train by {how}{unused}",
+        held_out=f"{share:g} by {how}",
+    )
 
 
 def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
@@ -149,20 +191,23 @@ def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> 
     """
     name = split or "validation"
     evaluation = folders.get(name)
-    if folders and (wanted := split or "train") not in folders:
-        raise UserError(
-            f"{root}: no {wanted} split, only {', '.join(folders)}; name it with --split"
-        )
     train = folders.get("train", evaluation or root)
     is_flat = evaluation and name == "validation" and not list_folders(evaluation)
+    if evaluation and (evaluation / TINY_LABELS).is_file():
+        raise UserError(
+            f"{evaluation / TINY_LABELS}: labels in a file; sort the images by it, in its folder: "
+            f"while read f c _; do mkdir -p $c; mv images/$f $c; done < {TINY_LABELS}; rm -r "
+            f"images {TINY_LABELS}"
+        )
     labelled = {"train": train} | ({name: evaluation} if evaluation and not is_flat else {})
-    classes, splits = list_splits(root, labelled, is_training=not split)
+    ignored: list[Path] = []
+    classes, splits = list_splits(root, labelled, ignored, is_training=not split)
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
         splits[name], classes = _label_flat(root, evaluation, files, classes)
     if split and not evaluation:
         splits = {split: splits["train"]}
-    return Source(root, classes, splits)
+    return Source(root, classes, splits, ignored=ignored)
 
 
 def _list_imagenet_tars(root: Path) -> Source:
@@ -312,9 +357,9 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
 
 
 def _split_of(container: str) -> str:
-    return next(
-        (SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), ""
-    )
+    """Return the split that a word of a path names, or ""."""
+    matches = map(SPLIT_NAME.fullmatch, re.split(r"[^a-z]+", container.lower()))
+    return next((SPLITS[match[1]] for match in matches if match), "")
 
 
 def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:

@@ -183,53 +183,74 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
 def test_class_folders_are_split_by_class(tmp_path):
     names = [
         f"{c}/{i}{IMG_EXTENSIONS[i % 9]}"
-        for c, n in (("b", 20), ("a", 10), ("dev/x", 1))
+        for c, n in (("b", 20), ("a", 10), ("c/x", 1))
         for i in range(n)
     ]
-    fill(tmp_path, dict.fromkeys((*names, "a/1.jif", ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
+    hidden = (".git/x", "@eaDir/1.jpg/2.jpg", "a/.cache/1.jpg", "a/@eaDir/1.jpg/2.jpg")
+    fill(tmp_path, dict.fromkeys((*names, "a/1.jif", *hidden, "a/1.jpg.1", "a/1.db"), b"1"))
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
-    (tmp_path / "dev/x/more").symlink_to(tmp_path / "b")
+    (tmp_path / "c/x/more").symlink_to(tmp_path / "b")
     source, least = list_source(tmp_path), list_source(tmp_path, validation_share=0.99)
-    assert source.class_names == ["a", "b", "dev"]
-    counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
-    assert source.splits["validation"][1] == ("a/1.jpeg", 0)
-    assert counts == {"train": {0: 9, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
+    assert source.class_names == ["a", "b", "c"]
+    assert source.summary == (
+        f"{tmp_path}: 3 classes (a, b, c), 9 to 17 train images each; 2 files ignored, such as "
+        f"{tmp_path}/a/1.db"
+    )
+    assert Counter(label for _, label in source.splits["validation"]) == {0: 2, 1: 5, 2: 4}
+    assert source.validation.startswith("11 of 52 images, about 20% of each class, held out of tr")
     assert [label for _, label in least.splits["train"]] == [0, 1, 2]
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
     with pytest.raises(NotADirectoryError):
         list_files(tmp_path / "a/1.db")
 
 
-@pytest.mark.parametrize("name", ["val", "Valid", "validation", "DEV"])
-def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path, name):
-    names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
+def test_an_image_keeps_its_side_whatever_comes_or_goes(tmp_path):
+    def sides(root: Path, **options: bool) -> dict[str, str]:
+        splits = list_source(root, **options).splits
+        return {name.removeprefix("train/"): side for side in splits for name, _ in splits[side]}
+
+    files = {f"{c}/{i}.jpg": b"1" for c in "bcd" for i in range(40)}
+    less, more = fill(tmp_path / "less", files), fill(tmp_path / "more/train", files)
+    (less / "d/7.jpg").unlink()
+    fill(more, dict.fromkeys(("a/1.jpg", "a/2.jpg", "b/-.jpg", "c/new.jpg", "e/1.jpg"), b"1"))
+    before, after = sides(less), sides(more.parent)
+    assert before.items() < after.items()
+    assert {after["a/1.jpg"], after["a/2.jpg"]} == {"train", "validation"}
+    assert after["e/1.jpg"] == "train"
+    assert not sides(less, by_count=True).items() < sides(more.parent, by_count=True).items()
+
+
+SPLIT_FOLDERS = [
+    ("train", "val", "test"),
+    ("Training", "validation", "Testing"),
+    ("training_set", "DEV", "test_set"),
+    ("seg_train", "seg_val", "seg_test"),
+    ("train2017", "val2017", "eval"),
+]
+
+
+@pytest.mark.parametrize(("train", "name", "test"), SPLIT_FOLDERS)
+def test_split_folders_have_one_of_these_names_and_test_is_for_requests(
+    tmp_path, train, name, test
+):
+    names = (f"{train}/a/1", f"{train}/b/deep/er/2", f"{name}/b/3", f"{test}/a/4")
     source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
     assert source.splits == {
-        "train": [("train/a/1", 0), ("train/b/deep/er/2", 1)],
+        "train": [(f"{train}/a/1", 0), (f"{train}/b/deep/er/2", 1)],
         "validation": [(f"{name}/b/3", 1)],
     }
     assert source.validation == f"{name}/; test is left out, prepare and evaluate take --split test"
-    assert list_source(tmp_path, split="test").splits == {"test": [("test/a/4", 0)]}
+    assert list_source(tmp_path, split="test").splits == {"test": [(f"{test}/a/4", 0)]}
     with pytest.raises(
         UserError, match="--validation-share=0.5: .* has a validation split already"
     ):
         list_source(tmp_path, validation_share=0.5)
 
 
-def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path):
-    files = dict.fromkeys(
-        (f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1"
-    )
-    source = list_source(fill(tmp_path, files))
-    unused = "; test is left out, prepare and evaluate take --split test"
-    assert source.validation == f"20% of each class, held out of train{unused}"
-    assert [len(files) for files in source.splits.values()] == [8, 2]
-    alone = list_source(tmp_path / "test", split="test")
-    assert (alone.validation, len(alone.splits["test"])) == ("the whole folder", 10)
-    with pytest.raises(UserError, match="no validation split, only t.*; name it with --split"):
-        list_source(tmp_path, split="validation")
-    (tmp_path / "train").rename(tmp_path / "val")
-    with pytest.raises(UserError, match="no train split, only "):  # validation is none
+def test_a_class_behind_a_broken_link_is_refused(tmp_path):
+    fill(tmp_path, TRAIN)
+    (tmp_path / "train/c").symlink_to("gone")
+    with pytest.raises(UserError, match="train/c: a link to gone, which is not there; mend or rem"):
         list_source(tmp_path)
 
 
@@ -239,7 +260,9 @@ def test_samples_of_one_name_are_all_there(tmp_path):
     samples = tar_of({"0.png": b"another view", "0.mask.jpg": b""} | samples)
     source = list_source(
         fill(
-            tmp_path / "tars", dict.fromkeys(("Train/0.tar", "Train/1.tar", "val0/0.tar"), samples)
+            tmp_path / "tars",
+            dict.fromkeys(("Training/0.tar", "Training/1.tar", "val0/0.tar"), samples)
+            | {"testing-0.tar": b""},
         )
     )
     assert source.class_names == ["0", "1", "2"]
@@ -249,7 +272,7 @@ def test_samples_of_one_name_are_all_there(tmp_path):
     }
     assert "/0.png" not in str(source.splits)
     before = source.fingerprint
-    os.utime(tmp_path / "tars/Train/0.tar", (0, 0))
+    os.utime(tmp_path / "tars/Training/0.tar", (0, 0))
     assert source.fingerprint != before
 
 
@@ -271,13 +294,28 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
 
 
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
+FLAT = {"a/1": b"", "b/2": b""}
+TINY = "val/val_annotations.txt"
 TRAIN = {"train/a/1": b"", "train/b/2": b""}
 TAR = tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"})
 REFUSED: list[tuple[Files, str]] = [
     ({"wrapper/a/1": b"", "wrapper/b/2": b""}, "is .*wrapper the folder you mean"),
-    ({"train/1.jpg": b"", "test/3.jpg": b""}, "test, train are splits, not classes"),
-    (TRAIN | {"extra/a/3": b""}, "extra: beside train there may be one of val, valid"),
-    (TRAIN | {"val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
+    ({"train/1.jpg": b"", "test/3.jpg": b""}, "train: 0 class folders, at least 2 are needed"),
+    (TRAIN | {"extra/a/3": b""}, "train: named as a split, train, beside extra; sort classes i"),
+    (FLAT | {"test/3.jpg": b""}, "test: named as a split, test, beside a, b; sort"),
+    (TRAIN | {"val/a/3": b"", "dev/a/3": b""}, "(val|dev): named as a split, validation, beside "),
+    (FLAT | {"c/a/1": b"", "c/b/2": b""}, "c: holds folders a, b and no images"),
+    (
+        dict.fromkeys(("fold1/a/1", "fold1/b/2", "fold2/a/3", "fold2/b/4"), b""),
+        "fold2: holds folders a, b and no images, and so does .*fold1; which level are the classes",
+    ),
+    (TRAIN | {"val.tar": b""}, "val.tar: the validation split in an archive, beside folders; unp"),
+    (
+        {"val/1": b"", "ILSVRC2012_img_train.tar": b""},
+        "train.tar: the train split in an archive, .*; unpack it into .*/train, or move it",
+    ),
+    (FLAT, "no class has images enough to hold 20% out for validation; add "),
+    (TRAIN | {"val/images/3": b"", TINY: b""}, f"{TINY}: labels in a file; sort .* while read f"),
     ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
     (TRAIN | {"val/v": b""}, f"no class folders; put {KIT} into"),
     (TRAIN | {"val/v": b"", KIT: tar_of({"1": b""}, "w:gz")[:40]}, f"{KIT}: .*; download it again"),

@@ -38,6 +38,7 @@ from imagenet_dali.writer import (
     write_shard,
 )
 
+JOB = "job.json"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
 
@@ -152,14 +153,18 @@ def prepare(
     """
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
-    listed = list_source(source, validation_share, split)
-    if listed.validation:
-        print_wrapped(f"{split or 'validation'}: {listed.validation}")
+    earlier = _read_job(dest)
+    # where an earlier version made or began it
+    by_count = bool(earlier and not earlier.get("held_out"))
+    listed = list_source(source, validation_share, split, by_count=by_count)
+    print_wrapped(listed.summary)
+    print_wrapped(f"{split or 'validation'}: {listed.validation}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
     job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side, split=split)
+    job["held_out"] = None if by_count else listed.held_out or None  # as earlier versions have it
     plan = plan_shards(listed, shards)
-    if _is_complete(dest, job):
+    if _is_complete(dest, job, earlier):
         print(f"{printable(dest)}: complete already")
         return
     done: dict[str, ShardRows] = {}
@@ -252,19 +257,24 @@ def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> F
     return shuffled
 
 
-def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
+def _read_job(dest: Path) -> dict[str, Any] | None:
+    """Return the job that made `dest`, or that claimed it and was stopped."""
+    if (dest / MANIFEST).is_file():
+        return read_manifest(dest).made
+    job = dest / PARTIAL / JOB
+    return json.loads(job.read_bytes()) if job.is_file() else None
+
+
+def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
     """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job
     has claimed it.
     """
-    job_path, is_complete = dest / PARTIAL / "job.json", (dest / MANIFEST).is_file()
-    if is_complete:
-        earlier = read_manifest(dest).made
-    elif job_path.is_file():
-        earlier = json.loads(job_path.read_bytes())
-    elif dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
-        raise UserError(f"{dest}: not empty and not a data set; choose an empty folder for DEST")
-    else:
-        with atomic_file(job_path) as file:
+    if earlier is None:
+        if dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
+            raise UserError(
+                f"{dest}: not empty and not a data set; choose an empty folder for DEST"
+            )
+        with atomic_file(dest / PARTIAL / JOB) as file:
             file.write(json.dumps(job).encode())
         return False
     if changed := [key for key, value in job.items() if earlier.get(key) != value]:
@@ -272,7 +282,7 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST "
             "or delete it"
         )
-    return is_complete
+    return (dest / MANIFEST).is_file()
 
 
 def _stop(number: int, _: object) -> None:

@@ -13,7 +13,7 @@ from common.data import image_loaders
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit, note_missing
 from common.data.loader import BatchReader, Loader
-from common.errors import UserError
+from common.errors import UserError, is_first_process, print_wrapped
 from common.files import fingerprint_of
 from common.task import Task, refuse_unused
 from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
@@ -21,8 +21,8 @@ from imagenet_dali.find_images import list_source
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, or of ``data["split"]`` alone, without reading an
-    image.
+    """Count samples and classes of the data set, or of ``data["eval_split"]`` alone, without
+    reading an image.
     """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     if data["loader"] == "dali" and not has_dali():
@@ -30,7 +30,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
             "or install nvidia-dali-cuda130"
         )
-    if split := data.get("split"):
+    if split := data.get("eval_split"):
         images = open_images(data, split)
         counts = 0, len(images), len(images.class_names)
         return DataSummary(*counts, images.fingerprint, images.class_names, validation=images.place)
@@ -45,8 +45,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint = train.fingerprint
         shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
     counts = len(train), len(validation), len(train.class_names)
-    place = note_missing(validation.place, train.class_names, validation.labels)
-    summary = DataSummary(*counts, fingerprint, train.class_names, validation=place, **shards)
+    summary = DataSummary(
+        *counts,
+        fingerprint,
+        train.class_names,
+        validation=note_missing(validation.place, train.class_names, validation.labels),
+        held_out=validation.held_out,
+        **shards,
+    )
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = (
             "has shards sorted by class, so batches would be too"
@@ -86,10 +92,10 @@ def build_train_loader(
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
-    """Return the loader of validation, or of ``data["split"]``; ``options`` are those of
+    """Return the loader of validation, or of ``data["eval_split"]``; ``options`` are those of
     `image_loaders`.
     """
-    images = open_images(data, data.get("split", "validation"))
+    images = open_images(data, data.get("eval_split", "validation"))
     options |= _options(images, data, options["device"].type, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **options)  # pyright: ignore[reportArgumentType]
 
@@ -102,23 +108,25 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     root = Path(data["root"])
     if data["loader"] == "dali" or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
         return open_split(root, split)
-    splits = _open_folder(root, data.get("split"))
-    if split not in splits:
-        raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
-    return splits[split]
+    return _open_folder(root, data.get("eval_split"), data["split"] == "counted")[split]
 
 
 @functools.cache  # listing a million files takes 12 s
-def _open_folder(root: Path, split: str | None) -> dict[str, FolderSplit]:
-    """Return the splits of a folder of images, or one of them."""
-    source = list_source(root, split=split)
+def _open_folder(root: Path, split: str | None, by_count: bool) -> dict[str, FolderSplit]:
+    """Return the splits of a folder of images, or one of them, and say what was found."""
+    source = list_source(root, split=split, by_count=by_count)
     if source.places:
         raise UserError(
             f"DATA.root={root}: tars and parquet files are read by `python -m "
             "imagenet_dali.prepare` only"
         )
-    names, place = source.class_names, source.validation
-    return {name: FolderSplit(root, names, files, place) for name, files in source.splits.items()}
+    if is_first_process():
+        print_wrapped(source.summary)
+    about = source.validation, source.held_out
+    return {
+        name: FolderSplit(root, source.class_names, files, *about)
+        for name, files in source.splits.items()
+    }
 
 
 def _options(

@@ -158,7 +158,7 @@ def test_wrong_places_are_refused(folder, tmp_path):
         (
             write_images(tmp_path / "few", 1),
             {},
-            "few has no validation split: add .*few/validation/<class>",
+            "few: no class has images enough to hold 20% out .*, or sort them into train/<class>",
         ),
         (
             folder,
@@ -184,7 +184,7 @@ def test_wrong_places_are_refused(folder, tmp_path):
 
 def test_a_folder_is_known_by_its_classes_and_both_splits(folder):
     given = DATA | {"root": str(folder), "loader": "torchvision"}
-    for more in ({"randaugment": "rand-m9"}, {"split": "validation"}):
+    for more in ({"randaugment": "rand-m9"}, {"eval_split": "validation"}):
         assert describe_data(given | more).class_names == ["ape", "bee"]
     before = describe_data(given).fingerprint
     (folder / "val/ape/0000.jpg").write_bytes(b"")

@@ -5,17 +5,21 @@ runs, mistakes.
 import json
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from common.config.load import load_config
 from common.config.originals_test import FILES
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
+from common.run.prepare import choose_split
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
 from imagenet_dali import prepare, train_dali
+from imagenet_dali.task import TASK
 from imagenet_dali.testing import run, write_config
 
 
@@ -123,6 +127,16 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     }
     assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 8, 30]
     assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
+
+
+def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):
+    config = load_config("quickstart")
+    del config["DATA"]["split"]
+    config["MODEL"]["num_classes"] = 10
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}, default=str))
+    now = load_config("quickstart")
+    choose_split(Namespace(output=tmp_path, resume="auto", config=""), now, TASK)
+    assert now["DATA"]["split"] == "counted"
 
 
 @pytest.mark.slow

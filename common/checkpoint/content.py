@@ -185,7 +185,11 @@ def read_config(
     """Return the config in what `read_about` returned, with ``settings`` applied and a model that
     can be built.
     """
-    config = restore_config(about["config"], settings, where=str(folder / CONFIG))
+    values = about["config"]
+    if isinstance(data := values.get("DATA"), dict):
+        # runs of earlier versions, which do not write the key, held images out by count
+        values = {**values, "DATA": {"split": "counted", **data}}
+    config = restore_config(values, settings, where=str(folder / CONFIG))
     if config["MODEL"]["num_classes"] is None:
         raise UserError(f"{folder / CONFIG}: MODEL.num_classes is missing")
     return config

@@ -277,7 +277,7 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
-    as_before = [key for key in ("INIT", "DATA.order") if now[key] is None]
+    as_before = [key for key in ("INIT", "DATA.order", "DATA.split") if now[key] is None]
     return {
         key: (was, value)
         for key, (was, value) in pairs.items()

@@ -16,7 +16,8 @@ class DataSummary:
 
     ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of
     the training images in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive
-    ones are of different classes. ``validation`` says where the evaluation images come from.
+    ones are of different classes. ``validation`` says where the evaluation images come from, and
+    ``held_out`` which share of train they are and how it was drawn, if they are.
     """
 
     train_samples: Count
@@ -27,6 +28,7 @@ class DataSummary:
     shard_bytes: Count = 0
     is_shuffled: bool = True
     validation: str = ""
+    held_out: str = ""
 
 
 @dataclass(frozen=True)

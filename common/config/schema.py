@@ -67,6 +67,12 @@ class Data(Section):
     window: int = key(
         2, "blocks that each of at most 64 streams of `order='blocks'` shuffles", ge=1, le=10**4
     )
+    split: Literal[None, "counted"] = key(
+        None,
+        "which fifth of a folder without a validation split is held out ([own-images.md]"
+        "(own-images.md#1-prepare)); `None`: by file name, or as the resumed run did; counted: as "
+        "earlier versions did",
+    )
     crop: Literal["random_resized", "simple"] = key(
         "random_resized",
         "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 "

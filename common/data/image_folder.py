@@ -2,11 +2,13 @@
 damaged.
 """
 
+import hashlib
 import io
 import os
 import random
 import re
 import sys
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -46,52 +48,115 @@ HARMLESS = re.compile("bytes before marker 0x(?!d[0-7])|subsampling level|Invali
 SEGMENT = re.compile(rb"\xff+([\xc0-\xcf\xda-\xfe])(..)", re.DOTALL)  # marker and length
 ORIENTATION = ExifTags.Base.Orientation
 
-SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
-    ("val", "valid", "validation", "dev"), "validation"
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "trainval": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+# of a folder: Training, train_set, val-images, seg_test, train2017
+SPLIT_NAME = re.compile(
+    rf"(?:seg_|images?_)?({'|'.join(SPLITS)})(?:[_ -]?(?:set|split|data|images?|imgs?|\d+))*",
+    re.IGNORECASE,
 )
+# folders of a file server, of an archive made on a Mac
+NO_CLASSES = ("@eaDir", "#recycle", "__MACOSX")
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in NO_CLASSES
+
+
+def _is_image(name: str) -> bool:
+    """Return whether a file is taken for an image: by its suffix, or as it has none."""
+    return bool(IMAGE_SUFFIX.fullmatch(os.path.splitext(name)[1]))
+
+
 def list_folders(path: Path) -> list[str]:
-    """Return the names of the folders in ``path`` that are not hidden, sorted."""
-    return sorted(
-        entry.name
-        for entry in os.scandir(path)
-        if entry.is_dir() and not entry.name.startswith(".")
+    """Return the names of the folders in ``path`` that are not hidden, sorted.
+
+    Raises `UserError` for a link to nothing, which may have been one.
+    """
+    names = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if _is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                names.append(entry.name)
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                raise UserError(
+                    f"{entry.path}: a link to {os.readlink(entry.path)}, which is not there; mend "
+                    "or remove it"
+                )
+    return sorted(names)
+
+
+def _has_images(folder: Path) -> bool:
+    """Return whether images lie in ``folder`` itself."""
+    return any(
+        _is_image(path.name) and not _is_hidden(path.name) and not path.is_dir()
+        for path in folder.iterdir()
     )
 
 
 def find_splits(root: Path) -> dict[str, Path]:
-    """Return the folders in ``root`` by the split that they hold, as in `SPLITS` in any case; {}
-    for class folders.
+    """Return the folders in ``root`` by the split that their names say (`SPLIT_NAME`).
 
-    Raises `UserError` for a folder beside train whose split is not known, and for a second one of a
-    split.
+    {} means class folders. Raises `UserError` for a split beside other folders, and for a second
+    folder of a split.
     """
-    names = list_folders(root)
-    known = {SPLITS[name.lower()]: name for name in names if name.lower() in SPLITS}
-    has_classes = any(list_folders(root / name) for name in known.values())
-    if not has_classes or ("train" not in known and len(known) < len(names)):
-        return {}
-    if strange := sorted(set(names) - set(known.values())):
-        raise UserError(
-            f"{root / strange[0]}: beside train there may be one of val, valid, validation and "
-            "dev, and test; rename "
-            "this folder, or move it away"
-        )
-    return {split: root / name for split, name in known.items()}
+    found, others = {}, []
+    for name in list_folders(root):
+        split = SPLIT_NAME.fullmatch(name)
+        if not split:
+            others.append(name)
+        elif list_folders(root / name) or _has_images(root / name):  # else tars, or nothing
+            found.setdefault(SPLITS[split[1].lower()], []).append(root / name)
+    for split, folders in found.items():
+        if beside := [*folders[1:], *others]:
+            raise UserError(
+                f"{folders[0]}: named as a split, {split}, beside "
+                f"{list_some([*map(str, beside)])}; sort classes into train/<class>/*, "
+                "val/<class>/* and test/<class>/*, and rename or move other folders"
+            )
+    return {split: folder for split, (folder, *_) in found.items()}
 
 
-def list_files(path: Path) -> list[Path]:
+def _check_levels(folder: Path, classes: Sequence[str]) -> None:
+    """Raise `UserError` where class folders hold class folders, as in a set copied into itself."""
+    levels = {folder: {*classes}}
+    for name in classes:
+        inside = set() if _has_images(folder / name) else {*list_folders(folder / name)}
+        for other, names in levels.items():
+            if len(inside & names) > 1:
+                raise UserError(
+                    f"{folder / name}: holds folders {list_some(sorted(inside & names))} and no "
+                    f"images, and so does {other}; which level are the classes? Name that folder, "
+                    "or move the images of a class into its own folder"
+                )
+        levels[folder / name] = inside
+
+
+def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
     """Return every file below ``path`` that is not hidden and has an image's name or no suffix,
     sorted.
 
-    A folder that cannot be read raises OSError.
+    The other files are added to ``ignored``. A folder that cannot be read raises OSError.
     """
     found, visited = [], set()
+    others = [] if ignored is None else ignored
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
         if (
             place := os.path.realpath(folder)
         ) in visited:  # a link to a folder above would be followed without end
@@ -99,8 +164,8 @@ def list_files(path: Path) -> list[Path]:
             continue
         visited.add(place)
         for name in names:
-            if not name.startswith(".") and IMAGE_SUFFIX.fullmatch(os.path.splitext(name)[1]):
-                found.append(Path(folder, name))
+            if not _is_hidden(name):
+                (found if _is_image(name) else others).append(Path(folder, name))
     return sorted(found)
 
 
@@ -133,7 +198,9 @@ def file_state(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
+def list_classes(
+    root: Path, folder: Path, classes: Sequence[str], ignored: list[Path] | None = None
+) -> Files:
     """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the
     class's number.
 
@@ -145,7 +212,7 @@ def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
         (path.relative_to(root).as_posix(), labels[canonical_name(name)])
         for name in list_folders(folder)
         if canonical_name(name) in labels
-        for path in list_files(folder / name)
+        for path in list_files(folder / name, ignored)
     ]
 
 
@@ -160,14 +227,18 @@ def note_missing(place: str, class_names: Sequence[str], labels: np.ndarray) -> 
 
 
 def list_splits(
-    root: Path, folders: Mapping[str, Path], *, is_training: bool = True
+    root: Path,
+    folders: Mapping[str, Path],
+    ignored: list[Path] | None = None,
+    *,
+    is_training: bool = True,
 ) -> tuple[list[str], dict[str, Files]]:
     """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in
     each of ``folders``.
 
-    Raises `UserError` for fewer than two classes, for a class or a split without images, and for
-    one that has no training images. Without ``is_training``, one class suffices, and classes may
-    be empty.
+    Raises `UserError` for fewer than two classes, for a class or a split without images, for one
+    that has no training images, and for class folders within class folders. Without
+    ``is_training``, one class suffices, and classes may be empty.
     """
     train = folders["train"]
     classes = [*{canonical_name(name): name for name in list_folders(train)}.values()]
@@ -182,11 +253,12 @@ def list_splits(
     splits = {}
     for split, folder in folders.items():
         names = list_folders(folder) if folder.is_dir() else []
+        _check_levels(folder, names)
         if unknown := [name for name in names if canonical_name(name) not in known]:
             raise UserError(
                 f"{folder / unknown[0]}: this class has no training images; remove it or add them"
             )
-        splits[split] = list_classes(root, folder, classes) if names else []
+        splits[split] = list_classes(root, folder, classes, ignored) if names else []
         if not splits[split]:
             raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
     empty = {*range(len(classes))} - {label for _, label in splits["train"]}
@@ -195,23 +267,45 @@ def list_splits(
     return classes, splits
 
 
-def split_by_class(files: Files, share: float) -> tuple[Files, Files]:
-    """Return kept and held-out files: ``share`` of each class is held out, but never all of one."""
+def split_by_class(
+    files: Files, share: float, class_names: Sequence[str] | None = None
+) -> tuple[Files, Files]:
+    """Return kept and held-out files: about ``share`` of each class is held out, but never all.
+
+    An image's side depends on its own name, whatever comes or goes; but of two images or more, one
+    is kept and one held out. Without ``class_names`` each class is shuffled and cut, so that one
+    image more moves others.
+    """
     by_class = defaultdict(list)
     for file in files:
         by_class[file[1]].append(file)
     kept, held_out = [], []
     for label, members in by_class.items():
-        random.Random(f"0/{label}").shuffle(members)
-        number = min(round(share * len(members)), len(members) - 1)
+        if class_names is None:
+            random.Random(f"0/{label}").shuffle(members)
+            number = round(share * len(members))
+        else:
+            name = str(class_names[label])
+            places = sorted((_hash_name(name, file[0]), file) for file in members)
+            members = [file for _, file in places]
+            number = max(share > 0, bisect_left(places, (share,)))
+        number = min(number, len(members) - 1)
         held_out += sorted(members[:number])
         kept += sorted(members[number:])
     return kept, held_out
 
 
+def _hash_name(class_name: str, path: str) -> float:
+    """Return a number from 0 to 1 that depends on an image's class and its path in it alone."""
+    class_name = canonical_name(class_name)
+    inside = canonical_name(f"/{path}").partition(f"/{class_name}/")[2] or path
+    name = f"{class_name}/{inside}".encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
+
+
 class FolderSplit:
     """One split of the images below ``root``; ``place`` says where the validation images come
-    from.
+    from, and ``held_out`` which share of train they are and how it was drawn, if they are.
     """
 
     is_prepared = (
@@ -219,9 +313,15 @@ class FolderSplit:
     )
 
     def __init__(
-        self, root: Path, class_names: Sequence[str], files: Files, place: str = ""
+        self,
+        root: Path,
+        class_names: Sequence[str],
+        files: Files,
+        place: str = "",
+        held_out: str = "",
     ) -> None:
-        self.root, self.class_names, self.place = root, class_names, place
+        self.root, self.class_names = root, class_names
+        self.place, self.held_out = place, held_out
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
         self.labels = np.array([label for _, label in files], np.int64)

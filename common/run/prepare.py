@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.checkpoint.classes import CLASSES_HELP, ORDER_HELP, ORDERS
+from common.checkpoint.content import CONFIG, RunInfo, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
@@ -32,7 +33,7 @@ from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
 from common.planner.prediction import check_limits
-from common.task import Task, data_root, named_root
+from common.task import Task, data_root, named_root, refuse_unused
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
@@ -178,6 +179,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
                 f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it "
                 "is there"
             )
+    choose_split(args, config, task)
     data, root = None, named_root(config)
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
@@ -197,6 +199,23 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
+
+
+def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
+    """Return the folder of the run."""
+    name = args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem
+    return Path(name).expanduser().resolve()
+
+
+def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -> None:
+    """Hold out the images that the run which is resumed did, unless DATA.split says how."""
+    data = config["DATA"]
+    if not task.has_splits:
+        refuse_unused(data, ["split"])
+        return
+    for folder in (output_folder(args, config), Path(args.resume)):
+        if data["split"] is None and (folder / CONFIG).is_file():
+            data["split"] = read_config(folder, read_about(folder, RunInfo))["DATA"]["split"]
 
 
 def check_init(

@@ -34,7 +34,14 @@ from common.model.flops import peak_images_per_s
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import Planner
-from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
+from common.run.prepare import (
+    Prepared,
+    check_init,
+    output_folder,
+    parse_arguments,
+    prepare_run,
+    spare_classes,
+)
 from common.run.run import Run, read_evaluations
 from common.task import Task, named_root
 
@@ -65,11 +72,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
     stop_signals.install(has_parent, progress, config["TIMEOUT"])
     start(launch, config, shared_by_ranks(args, prepared))
-    output = (
-        Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem)
-        .expanduser()
-        .resolve()
-    )
+    output = output_folder(args, config)
     AT_END.callback(remove_unused, output)
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
     if finished:
@@ -100,6 +103,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             prepared._replace(plan=plan),
             reading,
             measurement.announcement if measurement else "",
+            describe_sides(start_from or config["INIT"], prepared.data),
         )
     return Run(plan, output, is_main, about, start_from, measurement)
 
@@ -175,6 +179,27 @@ def find_start(
     return path, ""
 
 
+def describe_sides(origin: Any, now: Any) -> str:
+    """Return what is known of validation images that the run or checkpoint ``origin`` trained on.
+
+    "" for the same data set, one of other classes, and one with its own validation images. A run's
+    record has no names of images, but the rule by which they were held out.
+    """
+    try:
+        then = read_about(Path(origin))["data"]
+    except (UserError, TypeError):  # weights from elsewhere, or none
+        return ""
+    is_same = then["fingerprint"] == now.fingerprint
+    if is_same or not now.held_out or {*then["class_names"]}.isdisjoint(now.class_names):
+        return ""
+    if "name" in now.held_out and now.held_out == then.get("held_out"):
+        return f"held out: {now.held_out}, as in {origin}: 0 images have changed sides"
+    return (
+        f"warning: {origin} may have been trained on up to {now.eval_samples:,} of the "
+        f"{now.eval_samples:,} validation images, which it held out in another way"
+    )
+
+
 def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[str | None, str]:
     """Return the order in which the training shards are read, and a message that explains it;
     (None, "") without.
@@ -232,7 +257,7 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
     print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
 
 
-def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
+def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: str) -> None:
     """Print what starts, and warn of what may not be meant."""
     config, plan, data, precision = prepared
     assert data is not None
@@ -251,6 +276,7 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
+        sides,
         is_ignored
         and f"DATA={ignored} in the environment is not used, because the config sets "
         f"DATA.root={root}",

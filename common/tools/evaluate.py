@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
     if (args.data or args.split) and task.has_splits:
-        data["split"] = args.split or "validation"
+        data["eval_split"] = args.split or "validation"
     summary = task.describe(data)
     labels_of, warning = match_labels(run, summary, args.class_order)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))

@@ -2,7 +2,7 @@
 
 import reprlib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -171,27 +171,34 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class Options(Section):
     """Options of which only those that a config names are passed on.
 
-    ``TAKES`` lists the options that belong to some values of the key ``CHOICE`` only.
+    ``TAKES`` maps values of the key ``CHOICE`` to the options that only they have, with their
+    defaults (None: it depends on further options).
     """
 
     CHOICE: ClassVar[str] = ""
-    TAKES: ClassVar[Mapping[str, Sequence[str]]] = {}
+    TAKES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Document the default of an option with each choice that has it."""
         for name, field in cls.model_fields.items():
-            if choices := [
-                choice.removeprefix("AMP_TYPE.")
-                for choice, names in cls.TAKES.items()
-                if name in names
-            ]:
-                field.description = f"{', '.join(choices)}: {field.description}"
+            choices: dict[str, list[str]] = {}  # by default
+            for choice, defaults in cls.TAKES.items():
+                if name in defaults:
+                    default = "by variant" if defaults[name] is None else f"`{defaults[name]!r}`"
+                    choices.setdefault(default, []).append(choice.removeprefix("AMP_TYPE."))
+            extra: Any = field.json_schema_extra
+            extra["default"] = ", ".join(
+                f"{default} ({', '.join(those)})" for default, those in choices.items()
+            )
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":
+        """Refuse an option of another choice."""
         choice = str(getattr(self, self.CHOICE, ""))
-        taken = self.TAKES.get(choice, ())
-        if wrong := self.model_fields_set & set().union(*self.TAKES.values()) - {*taken}:
+        taken = self.TAKES.get(choice, {})
+        wrong = self.model_fields_set & set().union(*self.TAKES.values()) - taken.keys()
+        if wrong:
             known = ", ".join(taken) or "none"
             raise ValueError(
                 f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}"
@@ -200,8 +207,6 @@ class Options(Section):
 
     @model_serializer
     def _named(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in type(self).model_fields
-            if name in self.model_fields_set
-        }
+        """Return the options that the config names, in the order of the schema."""
+        named = [name for name in type(self).model_fields if name in self.model_fields_set]
+        return {name: getattr(self, name) for name in named}

@@ -7,7 +7,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Predicate
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
 from common.config.fields import (
-    NONE,
     Number,
     Options,
     Pair,
@@ -134,7 +133,7 @@ TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
 
 class Optimizer(Options):
     CHOICE = "name"
-    TAKES: ClassVar = {name: entry.options for name, entry in OPTIMIZERS.items()}
+    TAKES: ClassVar = {name: entry.defaults for name, entry in OPTIMIZERS.items()}
     name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
         "adamw", "`lamb`, `muon`: common/optim/; the others are torch's"
     )
@@ -145,13 +144,11 @@ class Optimizer(Options):
     layer_decay: Number = key(
         1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1
     )
-    betas: BETAS = key(
-        (0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1"
-    )
-    eps: Number = key(None, "added to the root of the second moment; 1e-8, `lamb` by variant", gt=0)
+    # these belong to some optimizers; their defaults are in `OPTIMIZERS`
+    betas: BETAS = key(None, "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
+    eps: Number = key(None, "added to the root of the second moment", gt=0)
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        "colossalai",
-        "LAMB implementation to match; sets defaults for the four options below and `eps`",
+        None, "LAMB implementation to match; sets defaults for the four options below and `eps`"
     )
     bias_correction: bool = key(None, "divide the moments by 1 - beta^step")
     max_grad_norm: Limit = key(
@@ -161,16 +158,17 @@ class Optimizer(Options):
     trust_range: LIMITS = key(
         None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high"
     )
-    momentum: Number = key(0.9, "0: none; default of `muon`: 0.95", ge=0, lt=1)
+    momentum: Number = key(None, "0: none", ge=0, lt=1)
     adamw_lr_scale: Number = key(
-        1.0, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0
+        None, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0
     )
-    dampening: Number = key(0.0, "of momentum", ge=0, le=1)
-    nesterov: bool = key(False, "Nesterov momentum")
+    dampening: Number = key(None, "of momentum", ge=0, le=1)
+    nesterov: bool = key(None, "Nesterov momentum")
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        if self.nesterov and (not self.momentum or self.dampening):
+        options = OPTIMIZERS[self.name].defaults | self.model_dump()
+        if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
             raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
         self.model_fields_set.add("name")
         return self
@@ -214,7 +212,7 @@ Mode = Annotated[
 
 class Fp16(Options):
     CHOICE = "mode"
-    TAKES: ClassVar = {"AMP_TYPE.APEX": ["opt_level"]}
+    TAKES: ClassVar = {"AMP_TYPE.APEX": {"opt_level": "O1"}}
     mode: Mode | None = key(
         None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"
     )
@@ -224,7 +222,7 @@ class Fp16(Options):
         "on CPUs",
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
-        "O1", "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
+        None, "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
     )
     init_scale: Number = key(2.0**16, "first scale of the loss, in float16", gt=0)
     growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
@@ -516,6 +514,5 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, Section):
         return ""
-    if field.default is None and not {None, NONE} & {*get_args(field.annotation)}:
-        return "by variant"
-    return f"`{field.default!r}`"
+    extra: Any = field.json_schema_extra
+    return extra.get("default") or f"`{field.default!r}`"

@@ -27,6 +27,7 @@ from common.optim.muon import Muon, count_matrices
 from common.optim.sgd import FusedSGD
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
+BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class OptimizerEntry:
     """What the config, the planner, a checkpoint and `build_optimizer` know of an optimizer."""
 
     build: Callable[..., Optimizer]
-    # the keys of the config's OPTIMIZER that are arguments of ``build``
-    options: tuple[str, ...]
+    # the keys of the config's OPTIMIZER that are arguments of ``build``; None: ``build`` decides
+    defaults: Mapping[str, Any]
     # the tensors that it keeps for each parameter: of its shape, but for "step", a number
     state: tuple[str, ...]
     traffic: int  # numbers that an update reads and writes for each parameter
@@ -66,14 +67,15 @@ def _lamb_arguments(model: nn.Module) -> dict[str, Any]:
 OPTIMIZERS = {
     "lamb": OptimizerEntry(
         Lamb,
-        options=(
-            "betas",
-            "eps",
-            "variant",
-            "bias_correction",
-            "max_grad_norm",
-            "always_adapt",
-            "trust_range",
+        # those that are None depend on the variant
+        defaults=dict(
+            betas=BETAS,
+            eps=None,
+            variant="colossalai",
+            bias_correction=None,
+            max_grad_norm=None,
+            always_adapt=None,
+            trust_range=None,
         ),
         state=ADAM,
         traffic=14,
@@ -81,21 +83,21 @@ OPTIMIZERS = {
     ),
     "adamw": OptimizerEntry(
         partial(AdamW, fused=True),
-        options=("betas", "eps"),
+        defaults=dict(betas=BETAS, eps=1e-8),
         state=ADAM,
         traffic=7,
     ),
     "muon": OptimizerEntry(
         Muon,
-        options=("betas", "eps", "momentum", "adamw_lr_scale"),
+        defaults=dict(betas=BETAS, eps=1e-8, momentum=0.95, adamw_lr_scale=1.0),
         state=ADAM,
         traffic=8,
         matrix_state=("momentum_buffer",),
         of_model=_muon_arguments,
     ),
     "sgd": OptimizerEntry(
-        partial(FusedSGD, momentum=0.9),
-        options=("momentum", "dampening", "nesterov"),
+        FusedSGD,
+        defaults=dict(momentum=0.9, dampening=0.0, nesterov=False),
         state=("momentum_buffer",),
         traffic=5,
     ),
@@ -129,16 +131,20 @@ def build_optimizer(
     The model may be sharded. Weight decay is on every tensor, unless ``decay_all`` is false: then
     not on vectors (biases, norms) and what the model's ``no_weight_decay`` names, as in timm. A
     parameter's learning rate is multiplied by ``layer_decay`` for each layer between it and the
-    head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). ``options`` are those of
-    `common.optim.lamb.Lamb`, `common.optim.muon.Muon`, `torch.optim.AdamW` (betas, eps) or
-    `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
+    head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). ``options`` replace the
+    optimizer's ``defaults`` in `OPTIMIZERS`.
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """
     groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
     entry = OPTIMIZERS[name]
-    options |= entry.of_model(model)
-    return entry.build(groups, lr=learning_rate, weight_decay=weight_decay, **options)
+    defaults = {name: value for name, value in entry.defaults.items() if value is not None}
+    return entry.build(
+        groups,
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        **{**defaults, **options, **entry.of_model(model)},
+    )
 
 
 def _parameter_groups(

@@ -36,8 +36,9 @@ def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
     optimizer = Muon(
         [{"params": ours[:2], "lr": 1e-2}, {"params": ours[2:]}],
         dict(zip(ours[:-1], SHAPES, strict=True)),
-        **OPTIONS,
+        momentum=0.95,
         adamw_lr_scale=0.25,
+        **OPTIONS,
     )
     groups = [{"params": theirs[:4], "lr": 1e-2}, {"params": theirs[4:-1]}]
     pair = (

@@ -32,11 +32,5 @@ GPUS = 8
 
 fp16 = dict(mode=AMP_TYPE.TORCH)
 
-gradient_accumulation = 2
-BATCH_SIZE = (
-    TOTAL_BATCH_SIZE // gradient_accumulation
-    if TOTAL_BATCH_SIZE and gradient_accumulation
-    else None
-)
-
+gradient_accumulation = 2  # BATCH_SIZE is derived: TOTAL_BATCH_SIZE // gradient_accumulation
 clip_grad_norm = 1.0

@@ -74,12 +74,12 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 
 def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a wrong one of ``values``, as `parse` does; any key may be missing."""
+    """Raise `UserError` for a wrong one of ``values``; any key may be missing or unknown."""
     try:
         section.model_validate(dict(values))
     except ValidationError as error:
         for problem in error.errors():
-            if problem["type"] != "missing":
+            if problem["type"] not in ("missing", "extra_forbidden"):
                 raise UserError(_explain(problem, section, values, "")) from None
 
 

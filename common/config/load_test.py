@@ -18,7 +18,7 @@ BENCHMARK = IMAGENET.format(parallel=parallel_lines("vanilla"))
 
 # What is assigned after an import, and what it changes.
 OWN = {
-    "TOTAL_BATCH_SIZE = 512": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
+    "TOTAL_BATCH_SIZE //= 8": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
     "gradient_accumulation = 4": dict(gradient_accumulation=4, BATCH_SIZE=1024),
     "_scale = 2\nTOTAL_BATCH_SIZE = 256 * _scale": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
     "from configs.vit_s16_1d import LEARNING_RATE as _lr\n"
@@ -91,7 +91,7 @@ EDGES = [
             ["NUM_EPOCHS=4"],
             dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2),
         ),
-        (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
+        (B16 + "NUM_EPOCHS = 9", [], dict(NUM_EPOCHS=9, WARMUP_EPOCHS=4.5)),
         (MINIMAL + "if False:\n    KEEP = 3", ["KEEP=4"], dict(KEEP=4)),
         (MINIMAL + "for PART in (1, 2):\n    KEEP = PART", [], dict(KEEP=2)),
         (

@@ -167,7 +167,7 @@ class Optimizer(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        options = OPTIMIZERS[self.name].defaults | self.model_dump()
+        options = {**OPTIMIZERS[self.name].defaults, **self.model_dump()}
         if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
             raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
         self.model_fields_set.add("name")

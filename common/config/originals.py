@@ -1,0 +1,111 @@
+"""Read the config files of Colossal-AI's public examples: their keys, and what they omit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.config.schema import Config
+from common.errors import UserError
+
+# Their names of our keys. Those of ``dali`` are written as "dali.root"; "" has no meaning here.
+RENAMED = {
+    "dali.mixup_alpha": "MIXUP",
+    "dali.gpu_aug": "",
+    "seed": "SEED",
+    "LOG_PATH": "OUTPUT",
+    "DROP_RATE": "MODEL.dropout",
+    "dali.root": "DATA.root",
+}
+# What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
+WITHOUT_EFFECT = {
+    "cast_model_outputs",
+    "cast_model_type",
+    "hysteresis",
+    "keep_batchnorm_fp32",
+    "log_num_zeros_in_grad",
+    "loss_scale",
+    "master_weights",
+    "max_loss_scale",
+    "max_scale",
+    "min_loss_scale",
+    "min_scale",
+    "num_losses",
+    "patch_torch_functions",
+    "verbose",
+    "verbosity",
+}
+# What `read_sections` takes out of sections of the config.
+IN_SECTIONS = {f"fp16.{key}" for key in {*WITHOUT_EFFECT, "initial_scale"}} | {"parallel.data"}
+# How a batch is cut is not taken from the recipe.
+BATCH_KEYS = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
+
+
+def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:
+    """Translate the examples' keys in ``values``, fill in what they omit, and return notes on both.
+
+    ``recipe``, called ``name``, is the task's where ``values`` have no MODEL, else empty. Only our
+    keys (UPPER CASE) are taken from it: Colossal-AI's mean without a value what they mean there.
+
+    Raises `UserError` for a key under both names. Inside MODEL and DATA the example's name counts.
+    """
+    if isinstance(values.get("dali"), Mapping):
+        values |= {f"dali.{key}": value for key, value in values.pop("dali").items()}
+    stated = {RENAMED.get(key, key) for key in values} | BATCH_KEYS
+    ours = {key for key in Config.model_fields if key.isupper()}
+    left_out = [key for key in recipe if key in ours - stated]
+    values |= {key: recipe[key] for key in left_out}
+    notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
+    batch = values.get("BATCH_SIZE")
+    accumulation = values.get("gradient_accumulation") or 1
+    is_translated = recipe and "TOTAL_BATCH_SIZE" not in values
+    if is_translated and isinstance(batch, int) and isinstance(accumulation, int):
+        del values["BATCH_SIZE"]
+        if "MICRO_BATCH_SIZE" in recipe:  # this task's originals count it on each GPU
+            values["MICRO_BATCH_SIZE"] = batch
+            notes.append(f"BATCH_SIZE as MICRO_BATCH_SIZE={batch}, per GPU")
+        else:
+            total = batch * accumulation
+            values["TOTAL_BATCH_SIZE"] = total
+            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={total}, over all GPUs")
+    if left_out:
+        notes.append(f"left out, so as in the recipe {name}: {', '.join(left_out)}")
+    return notes
+
+
+def read_sections(values: dict[str, Any]) -> list[str]:
+    """Translate the examples' options inside ``parallel`` and ``fp16``; return notes on them."""
+    notes: list[str] = []
+    parallel = values.get("parallel")
+    if isinstance(parallel, Mapping) and "data" in parallel:
+        values["parallel"] = {key: value for key, value in parallel.items() if key != "data"}
+        size = f"parallel.data={parallel['data']!r}"
+        notes.append(f"{size} as nothing: it follows from the number of processes")
+    fp16 = values.get("fp16")
+    if not isinstance(fp16, Mapping):
+        return notes
+    options = {key: value for key, value in fp16.items() if key not in WITHOUT_EFFECT}
+    if "initial_scale" in options:
+        options["init_scale"] = options.pop("initial_scale")
+        notes.append(f"fp16.initial_scale as fp16.init_scale={options['init_scale']!r}")
+    unused = [f"fp16.{key}" for key in fp16 if key in WITHOUT_EFFECT]
+    if unused:
+        notes.append(f"without effect here: {', '.join(unused)}")
+    values["fp16"] = options
+    return notes
+
+
+def _rename(values: dict[str, Any], old: str, new: str) -> str:
+    """Move the value of ``old`` to ``new``, which may be inside MODEL or DATA; return a note."""
+    value = values.pop(old)
+    if not new:
+        return f"{old}={value!r} as nothing: DALI decodes where the run trains"
+    section, _, key = new.partition(".")
+    if not key:
+        if section in values:
+            both = f"{old}={value!r} and {new}={values[new]!r}"
+            raise UserError(f"{both} are the same key: keep {new}")
+        values[section] = value
+    else:
+        inside = values.get(section) or {}
+        if isinstance(inside, Mapping):  # else the schema refuses it
+            values[section] = {**inside, key: value}
+    return f"{old} as {new}={value!r}"

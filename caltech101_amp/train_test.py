@@ -16,7 +16,7 @@ from caltech101_amp import task, train
 from caltech101_amp.task import open_split
 from common.data.image_folder import FolderSplit
 from common.errors import UserError
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import in_words
 from common.testing.photographs import write_colours
 from common.testing.ranks import run_ranks

@@ -16,7 +16,7 @@ FILES = sorted(
 OWN_CONFIG = ("common/colossal/context.py", "common.config.load.load_own_config")
 # Each room of common/ and those that its modules may import, beside their own and the files of
 # common/ itself.
-BASE = {"errors", "files", "hardware"}
+BASE = {"errors", "files", "plot", "hardware"}
 ROOMS = {
     "colossal": set(),
     "optim": {"colossal"},

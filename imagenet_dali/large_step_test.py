@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from common.config.load import load_config
 from common.data.batch_augment import BatchAugment
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, timm_arguments
 from common.testing.photographs import write_photographs
 from imagenet_dali import prepare, testing

@@ -13,7 +13,7 @@ import pytest
 from common.config.load import load_config
 from common.config.originals_test import FILES
 from common.hardware import instruction_set
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.run.prepare import choose_split
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours

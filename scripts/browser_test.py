@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from common.files import ROOT
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.tools import report
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]

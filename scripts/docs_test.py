@@ -22,7 +22,7 @@ import pytest
 from common.config.load import find_config
 from common.config.schema import find_key
 from common.files import ROOT
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import Ended, copy_working_tree, run_forked
 from imagenet_dali.testing import MODEL, prepare_data, run
 

@@ -243,7 +243,7 @@ def pipeline(kind: str) -> None:
     """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py, with the recipe's LAMB, Mixup and
     dropout; ``kind`` is DATA.loader.
     """
-    from common.metrics.curves import read_metrics
+    from common.metrics.metrics_file import read_metrics
     from common.testing.commands import in_words
 
     shards = photographs()

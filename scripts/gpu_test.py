@@ -25,7 +25,7 @@ from common.colossal import AMP_TYPE, BaseHook, Trainer, gpc, resolve_parallel
 from common.config.load import load_config
 from common.files import ROOT
 from common.hardware import cores
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, build_training
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step

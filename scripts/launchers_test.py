@@ -21,7 +21,7 @@ from psutil import Error, Process, process_iter, wait_procs
 
 from common.checkpoint.save import newest_checkpoint
 from common.files import ROOT
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import copy_working_tree, in_words, wait_until
 from common.testing.local_slurm import NODE, local_slurm
 from common.testing.ranks import free_port

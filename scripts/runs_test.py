@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import Ended, in_words, read_folder, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate, report

@@ -31,7 +31,7 @@ from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
 from common.errors import UserError, first_line
 from common.files import Count, Schema, read_json, read_text, regular_size, sha256_of
-from common.metrics.curves import MAX_METRICS, read_metrics
+from common.metrics.metrics_file import MAX_METRICS, read_metrics
 from common.model.build import build_on_meta, state_shapes
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"

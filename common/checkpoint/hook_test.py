@@ -22,7 +22,7 @@ from common.checkpoint.save import list_checkpoints, write_checkpoint
 from common.checkpoint.saved_run import open_run
 from common.colossal import BaseHook, Trainer, gpc
 from common.launch.signals import stop_signals
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.run.run import Run
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result

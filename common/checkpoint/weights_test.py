@@ -16,7 +16,7 @@ from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import infer_model, load_pretrained, open_source
 from common.errors import UserError
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, timm_arguments
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train

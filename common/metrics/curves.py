@@ -1,105 +1,15 @@
-"""A run's metrics.jsonl, read back and drawn."""
+"""The curves of a run, loss.jpeg and acc.jpeg."""
 
 import json
-import math
 import time
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from common.errors import UserError
-from common.files import Count, own_file, parse_json, read_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any]:
-    """Return a figure of ``width`` x ``height`` inches, and its axes."""
-    from matplotlib.figure import Figure  # takes half a second to import
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def place_legend(axes: "Axes", columns: int = 4) -> None:
-    """Put the legend above the axes, where it hides no data."""
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2
-    )
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write the figure to ``path``, as PNG or JPEG."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from font"
-        )  # of a class's name, drawn as a box
-        figure.savefig(own_file(path), dpi=150, pil_kwargs={"quality": 90})
-
+from common.metrics.metrics_file import Metrics, read_metrics
+from common.plot import build_figure, place_legend, save_figure
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
-MAX_METRICS, MAX_LINE = (
-    1 << 29,
-    1 << 16,
-)  # bytes of metrics.jsonl, some 1,500,000 lines, and of a line
-WHEN = ("kind", "step", "epoch", "time")
-EVALUATED = {"loss", "top1", "top5", "samples"}
-
-Metrics = Mapping[str, Any]
-Share = Annotated[float, Field(ge=0, le=1)]
-Loss = Annotated[
-    float,
-    Field(allow_inf_nan=True),
-    BeforeValidator(lambda value: math.nan if value is None else value),
-]
-
-
-class MetricsLine(BaseModel):
-    """A line of metrics.jsonl. Metrics are numbers, or null if not finite; a null loss is read as
-    NaN.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    __pydantic_extra__: dict[str, float | None]
-    kind: str
-    step: Count
-    epoch: float = Field(0.0, ge=0, le=1e12)
-    time: float = Field(0.0, ge=0, le=1e11)
-    skipped: Count = 0
-    samples: Count = 0
-    loss: Loss = math.nan
-    top1: Share = 0.0
-    top5: Share = 0.0
-
-    @model_validator(mode="after")
-    def _is_measured(self) -> "MetricsLine":
-        if self.kind == "eval" and (missing := EVALUATED - self.model_fields_set):
-            raise ValueError(f"an evaluation without {', '.join(sorted(missing))}")
-        return self
-
-
-def read_metrics(folder: Path) -> list[Metrics]:
-    """Return the lines of a run's metrics.jsonl; ignore an incomplete last line, as left by a
-    crash.
-    """
-    path = folder / "metrics.jsonl"
-    *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
-    metrics = [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
-    with suppress(UserError):
-        metrics.append(_parse(last, ""))
-    return metrics
-
-
-def _parse(line: bytes, where: str) -> Metrics:
-    return parse_json(line[:MAX_LINE], MetricsLine, where).model_dump(exclude_unset=True)
 
 
 class Curves:

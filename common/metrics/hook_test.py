@@ -9,8 +9,8 @@ from torch import nn
 from common.colossal import Trainer, initialize
 from common.config.plan import Plan
 from common.metrics import hook
-from common.metrics.curves import read_metrics
 from common.metrics.hook import MetricsHook
+from common.metrics.metrics_file import read_metrics
 from common.testing.ranks import launched
 
 CLOCK = SimpleNamespace(now=0.0)

@@ -1,7 +1,6 @@
 """The loggers of a run: each is called with the metrics of every record, and closed at the end."""
 
 import json
-import math
 import os
 import sys
 import threading
@@ -17,7 +16,8 @@ from tqdm import tqdm
 from common.config.fields import flatten
 from common.errors import UserError, did_you_mean, printable
 from common.files import own_file, read_text
-from common.metrics.curves import WHEN, Curves, Metrics
+from common.metrics.curves import Curves
+from common.metrics.metrics_file import WHEN, Metrics, finite
 
 
 def open_loggers(
@@ -84,14 +84,6 @@ def warn(text: str) -> None:
     """Print one line on stderr, above a progress bar; do nothing if stderr is closed."""
     with suppress(OSError):
         tqdm.write(f"warning: {printable(' '.join(text.split()))}", file=sys.stderr)
-
-
-def finite(metrics: Metrics) -> dict[str, Any]:
-    """Return the metrics with None for what is not finite, which JSON cannot write."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
 
 
 class JsonLines:

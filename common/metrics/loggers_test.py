@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.errors import UserError
 from common.metrics import curves, loggers
-from common.metrics.curves import read_metrics
 from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked, run_python
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}

@@ -10,7 +10,7 @@ import torch
 
 from common.checkpoint.saved_run import open_run
 from common.colossal import engine
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing import tiny_task
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks, slow

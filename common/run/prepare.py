@@ -28,7 +28,7 @@ from common.errors import (
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
-from common.metrics.measurements import STEPS
+from common.metrics.lr_finder import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1

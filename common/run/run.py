@@ -23,9 +23,9 @@ from common.config.plan import Plan
 from common.errors import UserError, print_wrapped
 from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.signals import exit_stopped, signal_name, stop_signals
-from common.metrics.curves import Metrics, read_metrics
 from common.metrics.hook import MetricsHook
-from common.metrics.measurements import Measurement
+from common.metrics.measurement import Measurement
+from common.metrics.metrics_file import Metrics, read_metrics
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
 

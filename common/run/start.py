@@ -29,7 +29,8 @@ from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes, package_versions
 from common.launch.detect import MPI, detect_launch, start
 from common.launch.signals import stop_signals
-from common.metrics.measurements import LearningRateFinder, ProfilerHook
+from common.metrics.lr_finder import LearningRateFinder
+from common.metrics.profiler import ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run

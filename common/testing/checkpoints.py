@@ -22,7 +22,7 @@ from common.checkpoint.save import Tensors, newest_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.hardware import describe_run
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 

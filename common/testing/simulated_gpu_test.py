@@ -13,6 +13,7 @@ from torch import Tensor
 from common.config.load import load_config
 from common.data.batch_augment import BatchAugment
 from common.metrics import curves
+from common.metrics.metrics_file import read_metrics
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
 from common.testing.parity_cases import CASES
@@ -48,7 +49,7 @@ def losses(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Those of one process without a GPU."""
     output = tmp_path_factory.mktemp("plain") / "run"
     run_ranks(1, tiny_task.train, data, output, *SETTINGS, "EMA=0.9")
-    return [record["loss"] for record in curves.read_metrics(output)]
+    return [record["loss"] for record in read_metrics(output)]
 
 
 def train(data: Path, output: Path, *settings: str) -> Waits:
@@ -95,7 +96,7 @@ def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data,
     settings = ["EMA=0.9", *(f"{key}={value}" for key, value in options.items())]
     waits, *_ = run_ranks(gpus, train, data, tmp_path / "run", *settings)
     assert not waits.keys() - ALLOWED, waits
-    assert [record["loss"] for record in curves.read_metrics(tmp_path / "run")] == pytest.approx(
+    assert [record["loss"] for record in read_metrics(tmp_path / "run")] == pytest.approx(
         losses, rel=1e-5
     )
 

@@ -29,9 +29,9 @@ from common.errors import UserError, format_table, list_some, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, gather, start
-from common.metrics.curves import build_figure, save_figure
 from common.metrics.hook import best_classes, count_correct
-from common.metrics.loggers import finite
+from common.metrics.metrics_file import finite
+from common.plot import build_figure, save_figure
 from common.task import data_root, find_task
 
 AT_EACH_END = 5  # classes of the table for the terminal

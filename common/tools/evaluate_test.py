@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 from common.colossal import shutdown
 from common.config.plan import DataSummary
 from common.errors import UserError
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images

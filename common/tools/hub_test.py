@@ -15,7 +15,7 @@ from timm.data import create_transform, resolve_model_data_config
 
 from common.checkpoint.weights import load_pretrained, open_model, resolve_source
 from common.errors import UserError
-from common.metrics.curves import read_metrics
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks

@@ -33,7 +33,8 @@ from common.checkpoint.save import newest_checkpoint
 from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
-from common.metrics.curves import Metrics, name_loss, read_metrics
+from common.metrics.curves import name_loss
+from common.metrics.metrics_file import Metrics, read_metrics
 
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere

@@ -34,7 +34,7 @@ from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean, format_table, print_wrapped
 from common.files import ROOT
 from common.launch.signals import SIGNALS, exit_code, signal_name
-from common.metrics.curves import build_figure, place_legend, save_figure
+from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
 from common.tools.report import (
     ABSENT,

@@ -1,19 +1,16 @@
-"""What is run in place of a training: ``--find-lr``, as L. N. Smith (arXiv 1506.01186), and
-``--profile``.
-"""
+"""The learning-rate range test of L. N. Smith (arXiv 1506.01186): ``--find-lr``."""
 
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import profile, schedule
 
-from common.colossal import BaseHook, ParallelMode, Trainer, all_reduce, gpc
+from common.colossal import ParallelMode, Trainer, all_reduce, gpc
 from common.files import short_path, write_csv
-from common.metrics.curves import build_figure, place_legend, save_figure
+from common.metrics.measurement import Measurement
+from common.plot import build_figure, place_legend, save_figure
 
 STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0
@@ -23,21 +20,6 @@ SAFETY = 10.0  # divides the rate with the lowest loss
 SIGNIFICANT = (
     1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
 )
-WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
-
-
-class Measurement(BaseHook):
-    """Takes ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
-
-    writes = ""
-
-    def __init__(self, folder: Path, total_steps: int, is_main: bool):
-        super().__init__(priority=0)
-        self.folder, self.total_steps, self.is_main = folder, total_steps, is_main
-        self.announcement = (
-            f"{total_steps} steps instead of training; nothing is saved but {self.writes} in "
-            f"{folder}"
-        )
 
 
 class LearningRateFinder(Measurement):
@@ -135,54 +117,3 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     place_legend(axes)
     save_figure(figure, path)
-
-
-class ProfilerHook(Measurement):
-    """Record steps on rank 0 after `WARMUP` others.
-
-    Writes profile/trace.json, for https://ui.perfetto.dev or chrome://tracing, and
-    profile/operators.txt, tables of the operators with the most CPU time and, if there is a GPU,
-    GPU time.
-    """
-
-    writes = "trace.json and operators.txt, of all but the first steps,"
-
-    def __init__(self, folder: Path, steps: int, is_main: bool):
-        super().__init__(folder / "profile", WARMUP + steps, is_main)
-
-    def before_train(self, trainer: Trainer) -> None:
-        if self.is_main:
-            steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
-            self.profile = profile(
-                schedule=steps,
-                on_trace_ready=self._write_profile,
-                acc_events=True,  # else torch 2.11 warns that it forgets the events
-            )
-            self.profile.start()
-
-    def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        trainer.evaluated_step = trainer.step
-        if self.is_main and trainer.update_done:
-            self.profile.step()
-
-    def after_train(self, trainer: Trainer) -> None:
-        if self.is_main:
-            self.profile.stop()
-
-    def _write_profile(self, recorded: profile) -> None:
-        self.folder.mkdir(exist_ok=True)
-        recorded.export_chrome_trace(str(self.folder / "trace.json"))
-        keys = [
-            "self_cpu_time_total",
-            *(["self_device_time_total"] if torch.cuda.is_available() else []),
-        ]
-        events = recorded.key_averages()
-        tables = "\n".join(
-            events.table(sort_by=key, row_limit=10, max_name_column_width=60) for key in keys
-        )
-        (self.folder / "operators.txt").write_text(tables + "\n")
-        shown = short_path(self.folder)
-        print(
-            f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt",
-            flush=True,
-        )

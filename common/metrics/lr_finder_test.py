@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from common.colossal import Trainer
-from common.metrics.curves import read_metrics
-from common.metrics.measurements import LearningRateFinder, suggest_rate
+from common.metrics.lr_finder import LearningRateFinder, suggest_rate
+from common.metrics.metrics_file import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train
 
@@ -76,7 +76,7 @@ def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
 def test_two_ranks_find_what_one_does(data, tmp_path, mode):
     settings = ("TENSOR_PARALLEL_SIZE=2", f"TENSOR_PARALLEL_MODE={mode}") if mode else ()
     run_ranks(2, find, data, tmp_path / "two", *settings)
-    with mock.patch("common.metrics.measurements.save_figure") as saved:
+    with mock.patch("common.metrics.lr_finder.save_figure") as saved:
         find(data, tmp_path / "one")
     two, one = read_rows(tmp_path / "two"), read_rows(tmp_path / "one")
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)

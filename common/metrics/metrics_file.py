@@ -1,0 +1,94 @@
+"""The records of metrics.jsonl: their fields, and the reader.
+
+A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optimizer steps, and an
+``eval`` record at each evaluation.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from common.errors import UserError
+from common.files import Count, parse_json, read_bytes
+
+MAX_METRICS = 1 << 29  # bytes of the file, about 1,500,000 lines
+MAX_LINE = 1 << 16  # bytes
+WHEN = ("kind", "step", "epoch", "time")  # the fields of a record that are no metrics
+EVALUATED = {"loss", "top1", "top5", "samples"}  # what no eval record lacks
+
+Metrics = Mapping[str, Any]
+Metric = float | None  # None, null in the file: not finite
+Share = Annotated[float, Field(ge=0, le=1)]
+Loss = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+]
+
+
+class Record(BaseModel):
+    """A line of metrics.jsonl. Only ``kind`` and ``step`` are required of a train record.
+
+    Other fields may follow, from a hook of the user's or from another version.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, Metric]
+
+    kind: str  # "train" or "eval"
+    step: Count  # optimizer steps completed
+    epoch: float = Field(0.0, ge=0, le=1e12)  # epochs completed, fractional
+    time: float = Field(0.0, ge=0, le=1e11)  # Unix time, seconds
+    loss: Loss = math.nan  # mean since the last train record; in evaluation, of all samples
+
+    # In a train record only. ``lr`` and ``grad_norm`` are those of the last step.
+    lr: Metric = None
+    grad_norm: Metric = None  # before clipping
+    skipped: Count = 0  # updates so far that were skipped because of non-finite values
+    samples_per_s: Metric = None  # over all GPUs
+    mfu: Metric = None  # model FLOPs utilisation: a fraction of the GPUs' peak
+    data_wait: Metric = None  # fraction of the time that rank 0 waited for its loader
+    forward_s: Metric = None  # seconds of a step in the forward passes with the loss
+    backward_s: Metric = None  # seconds of a step in the backward passes
+    peak_memory_gb: Metric = None  # 1e9 bytes, of rank 0; without DALI's buffers on a GPU
+
+    # In an eval record only; each sample of the evaluation set counts once.
+    samples: Count = 0
+    top1: Share = 0.0
+    top5: Share = 0.0
+
+    @model_validator(mode="after")
+    def _is_measured(self) -> "Record":
+        missing = EVALUATED - self.model_fields_set
+        if self.kind == "eval" and missing:
+            raise ValueError(f"an evaluation without {', '.join(sorted(missing))}")
+        return self
+
+
+def read_metrics(folder: Path) -> list[Metrics]:
+    """Return the records in a run's metrics.jsonl, each with the fields of its line.
+
+    Ignores an incomplete last line, as a crash leaves it. A null loss is read as NaN.
+    """
+    path = folder / "metrics.jsonl"
+    *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
+    records = [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+    with suppress(UserError):
+        records.append(_parse(last, ""))
+    return records
+
+
+def _parse(line: bytes, where: str) -> Metrics:
+    return parse_json(line[:MAX_LINE], Record, where).model_dump(exclude_unset=True)
+
+
+def finite(metrics: Metrics) -> dict[str, Any]:
+    """Return the metrics with None for what is not finite, which JSON cannot write."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }

@@ -40,7 +40,7 @@ ALLOWED = {
     "common/colossal/step_optimizer.py:SkipCounter.state_dict",
     "common/colossal/step_optimizer.py:StepOptimizer.skipped",
     "common/colossal/step_optimizer.py:StepOptimizer.step_state",
-    "common/colossal/zero.py:_shard_data_parallel",
+    "common/colossal/zero.py:_apply_fsdp",
 }
 
 
@@ -79,7 +79,7 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
     (resumed,) = run_ranks(1, train, data, tmp_path / "pieces", *settings)
     waits |= resumed
     assert not waits.keys() - ALLOWED, waits
-    unseen = {"common/colossal/zero.py:_shard_data_parallel"}
+    unseen = {"common/colossal/zero.py:_apply_fsdp"}
     assert dtype != "float16" or waits.keys() | unseen == ALLOWED
     whole, found = (read_result(tmp_path / name) for name in ("whole", "pieces"))
     assert [file for file in whole if found[file] != whole[file]] == [

@@ -39,9 +39,12 @@ def trained(train: Train, folder: Path) -> Path:
     ended = train()
     evaluation = read_metrics(folder / "run")[-1]
     assert ended.stdout.splitlines()[-1] == f"top1={evaluation['top1']:.4f}"
-    last = ended.stderr.splitlines()[-1]  # of its progress
-    assert f"{evaluation['step']}/{evaluation['step']}" in last
-    assert f"top1={evaluation['top1']:.3f}" in last
+    assert f"epoch 2: top1 {evaluation['top1']:.4f}, top5 " in ended.stdout
+    first, *_, last = ended.stderr.splitlines()  # of its progress: whole lines, not a bar
+    steps = evaluation["step"]
+    assert f" 0/{steps} " in first
+    assert re.search(rf"{steps}/{steps} .*loss=.*img/s=.*top1={evaluation['top1']:.3f}", last)
+    assert "\r" not in ended.stderr
     return folder / "run"
 
 

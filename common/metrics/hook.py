@@ -14,27 +14,19 @@ from torch import Tensor
 from common.colossal import BaseHook, ParallelMode, Trainer, all_reduce
 from common.config.plan import Plan
 from common.hardware import peak_memory
-from common.metrics.loggers import open_loggers
+from common.metrics.loggers import PROGRESS_BAR, open_loggers
 
 
 class MetricsHook(BaseHook):
-    """Read each metric of the run once, and pass it to every logger; only rank 0 has loggers.
+    """Read the metrics of a run, and pass each record to every logger.
 
-    A ``train`` record covers the optimizer steps since the previous one: mean ``loss``; ``lr`` and
-    ``grad_norm`` (before clipping) of the last step; ``skipped``, the total of updates skipped
-    because of non-finite values; ``samples_per_s`` over all GPUs; ``mfu``, its ratio to
-    ``peak_samples_per_s``; ``data_wait``, the fraction of time that this process waited for its
-    loader; ``forward_s`` and ``backward_s``, seconds of a step in the forward passes with the loss
-    and in the backward passes; ``peak_memory_gb`` of this process (on a GPU only PyTorch's
-    allocator, without DALI's buffers). An ``eval`` record counts every sample of the evaluation set
-    once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (0 to 1), ``samples``. Both have
-    ``step`` (optimizer step), ``epoch`` (fractional) and ``time`` (Unix, seconds). Every rank has
-    the last evaluation's metrics in the trainer's ``states["eval"]``.
-
-    The device is synchronised only for a record.
+    `metrics_file.Record` has the fields. Only rank 0 has loggers. After an evaluation every rank
+    has its metrics in the trainer's ``states["eval"]``. The device is synchronised only for a
+    record.
     """
 
-    needs_test_loss = False  # which is training's criterion: this one takes cross-entropy
+    # an evaluation's loss is the cross-entropy, whatever the criterion of training
+    needs_test_loss = False
 
     def __init__(
         self,
@@ -48,11 +40,16 @@ class MetricsHook(BaseHook):
         peak_samples_per_s: float,
         start: int = 0,
     ):
-        """``start``: optimizer steps completed before."""
+        """Open the loggers on rank 0, where ``is_main``.
+
+        ``every``: steps between two train records; ``start``: optimizer steps completed before.
+        """
         super().__init__(priority=0)
-        self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
+        self.plan = plan
+        self.every = every
+        self.peak_samples_per_s = peak_samples_per_s
         self.has_shown_loss = False
-        self.loggers = []
+        self.loggers = {}
         if is_main:
             self.loggers = open_loggers(
                 folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers
@@ -63,9 +60,12 @@ class MetricsHook(BaseHook):
         self._restart_window(trainer)
 
     def _restart_window(self, trainer: Trainer) -> None:
+        """Begin to count for the next train record."""
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
-        self.micro_batches = self.untimed = 0
-        self.started, self.waited = time.perf_counter(), trainer.data_wait
+        self.micro_batches = 0
+        self.untimed = 0  # those of ``micro_batches`` that ran before this process started
+        self.started = time.perf_counter()
+        self.waited = trainer.data_wait
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's running totals for the next train record; waits for the device."""
@@ -73,18 +73,17 @@ class MetricsHook(BaseHook):
         return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
-        """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is
-        None.
-        """
+        """Resume from the state of ``rank``, or from the mean of all ``states`` if it is None."""
         states = states if rank is None else [states[rank]]
-        steps, micro_batches, loss = states[0].values()
-        if steps and (
-            rank is None or micro_batches != steps * self.plan.accumulation
-        ):  # of another size
+        first = states[0]
+        loss = first["loss"]
+        micro_batches = first["steps"] * self.plan.accumulation
+        # of another number of ranks, or of micro-batches a step, only the mean loss is known
+        if micro_batches and (rank is None or micro_batches != first["micro_batches"]):
             mean = fmean(state["loss"] / state["micro_batches"] for state in states)
-            micro_batches = steps * self.plan.accumulation
             loss = mean * micro_batches
-        self.micro_batches = self.untimed = micro_batches
+        self.micro_batches = micro_batches
+        self.untimed = micro_batches
         self.started = time.perf_counter()
         self.loss.fill_(loss)
 
@@ -96,27 +95,28 @@ class MetricsHook(BaseHook):
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        shown = (
-            None if has_record or self.has_shown_loss else self._mean_loss()
-        )  # show one immediately
+        shown = None
+        if not has_record and not self.has_shown_loss:
+            shown = self._mean_loss()  # of the first step, as the first record may be far away
         self.has_shown_loss = True
         if self.loggers:
-            self.loggers[-1].step(shown)  # the progress bar
+            self.loggers[PROGRESS_BAR].step(shown)
         if has_record:
             self._log("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)
 
     def _mean_loss(self) -> float:
-        return (
-            all_reduce(self.loss / self.micro_batches, ParallelMode.DATA).item()
-            / self.plan.data_parallel
-        )
+        """Return the mean loss since the last record, over all ranks; waits for the device."""
+        total = all_reduce(self.loss / self.micro_batches, ParallelMode.DATA)
+        return total.item() / self.plan.data_parallel
 
-    def _train_figures(self, trainer: Trainer) -> dict:
-        loss = self._mean_loss()
-        elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
+    def _train_figures(self, trainer: Trainer) -> dict[str, float]:
+        """Return the metrics of a train record."""
+        loss = self._mean_loss()  # first, as the times below are of a device that has finished
+        elapsed = time.perf_counter() - self.started
+        timed = self.micro_batches - self.untimed
         samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
-        phases = self.clock.read()  # the loss has waited for the device
+        phases = self.clock.read()
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
@@ -131,43 +131,36 @@ class MetricsHook(BaseHook):
         }
 
     def before_test(self, trainer: Trainer) -> None:
-        if trainer.device.type == "cuda":  # whose queued steps are training's time
-            torch.cuda.synchronize()
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize()  # the steps in its queue are training's time
         self.paused = time.perf_counter()
-        self.totals = torch.zeros(
-            4, dtype=torch.float64, device=trainer.device
-        )  # loss, top-1, top-5, samples
+        self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
         self.totals += count_correct(output, label)
 
     def after_test(self, trainer: Trainer) -> None:
-        loss, top1, top5, samples = all_reduce(self.totals, ParallelMode.DATA).tolist()
-        metrics = {
-            "loss": loss / samples,
-            "top1": top1 / samples,
-            "top5": top5 / samples,
-            "samples": int(samples),
-        }
+        metrics = average(all_reduce(self.totals, ParallelMode.DATA))
         metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
         self._log("eval", trainer, metrics)
         self.started += time.perf_counter() - self.paused
 
-    def _log(self, kind: str, trainer: Trainer, metrics: dict) -> None:
+    def _log(self, kind: str, trainer: Trainer, metrics: dict[str, float]) -> None:
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
         when = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
-        for logger in self.loggers:
+        for logger in self.loggers.values():
             logger(when | metrics)
 
     def after_train(self, trainer: Trainer) -> None:
-        for logger in self.loggers:
+        for logger in self.loggers.values():
             logger.close()
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels of -100 are
-    ignored.
+    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64.
+
+    Labels of -100 do not count.
     """
     valid_B = labels_B >= 0
     loss = F.cross_entropy(logits_BC.float(), labels_B, reduction="sum")
@@ -175,9 +168,21 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
 
 
+def average(totals: Tensor) -> dict[str, float]:
+    """Return the metrics of an evaluation from the sums of `count_correct`."""
+    loss, top1, top5, samples = totals.tolist()
+    return {
+        "loss": loss / samples,
+        "top1": top1 / samples,
+        "top5": top5 / samples,
+        "samples": int(samples),
+    }
+
+
 def best_classes(logits_BC: Tensor) -> Tensor:
-    """Return the five most probable classes [B, K], K <= 5; -1 where the logits give no
-    probabilities (NaN).
+    """Return the five most probable classes [B, K], K <= 5.
+
+    They are -1 where the logits give no probabilities (NaN), so that no label equals them.
     """
     logits_BC = logits_BC.float()
     best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
@@ -185,10 +190,9 @@ def best_classes(logits_BC: Tensor) -> Tensor:
 
 
 class PhaseClock:
-    """Add up the seconds between the beginnings of a step's phases, as `Engine.on_phase` names
-    them.
+    """Measure the time of each phase of a step, by the calls of `Engine.on_phase`.
 
-    On a GPU by CUDA events, which do not wait for it.
+    On a GPU with CUDA events, which do not wait for it.
     """
 
     def __init__(self, device: str):
@@ -203,11 +207,12 @@ class PhaseClock:
         self.marks.append((phase, mark))
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call; the device must have finished its
-        work.
-        """
+        """Return the seconds by phase since the last call; the device must have finished."""
         seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
         for (phase, start), (_, end) in pairwise(self.marks):
-            seconds[phase] += start.elapsed_time(end) / 1e3 if self.is_cuda else end - start
+            if self.is_cuda:
+                seconds[phase] += start.elapsed_time(end) / 1e3  # from ms
+            else:
+                seconds[phase] += end - start
         self.marks.clear()
         return seconds

@@ -17,23 +17,28 @@ from common.config.fields import flatten
 from common.errors import UserError, did_you_mean, printable
 from common.files import own_file, read_text
 from common.metrics.curves import Curves
-from common.metrics.metrics_file import WHEN, Metrics, finite
+from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
+
+PROGRESS_BAR = "progress bar"  # its key in what `open_loggers` returns
 
 
 def open_loggers(
     folder: Path, start: int, total_steps: int, *, tensorboard: bool, trackers: Iterable[str]
-) -> list["Guarded"]:
-    """Return the loggers of a run; the last is the progress bar.
+) -> dict[str, "Guarded"]:
+    """Return the loggers of a run by name.
 
     ``folder`` contains config.json; ``start``: optimizer steps completed before.
     """
-    chosen = {name: LOGGERS[name] for name in (*["tensorboard"] * tensorboard, *trackers)}
-    # the bar last, as it starts its clock
-    builders = {"metrics.jsonl": JsonLines, "curves": Curves, **chosen, "progress bar": ProgressBar}
-    return [
-        Guarded(name, partial(build, folder, start, total_steps))
+    builders: dict[str, Callable[..., Any]] = {"metrics.jsonl": JsonLines, "curves": Curves}
+    if tensorboard:
+        builders["tensorboard"] = TensorBoard
+    for name in trackers:
+        builders[name] = LOGGERS[name]
+    builders[PROGRESS_BAR] = ProgressBar  # last, as it starts its clock
+    return {
+        name: Guarded(name, partial(build, folder, start, total_steps))
         for name, build in builders.items()
-    ]
+    }
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -51,12 +56,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Guarded:
-    """Wrap a logger that may fail: its first error becomes a warning, and training continues
-    without it.
-    """
+    """A logger whose first error becomes a warning; training continues without it."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
-        self.name, self.logger = name, None
+        self.name = name
         self.logger = self._attempt(build)
 
     def __call__(self, metrics: Metrics) -> None:
@@ -74,7 +77,7 @@ class Guarded:
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
             return action(*args)
-        except Exception as error:  # a tracker's error must not end the run
+        except Exception as error:  # of any kind: a tracker must not end the run
             self.logger = None
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
@@ -87,16 +90,15 @@ def warn(text: str) -> None:
 
 
 class JsonLines:
-    """Append the metrics as a line of JSON to metrics.jsonl; those that are not finite become null.
+    """Append each record as a line of JSON to metrics.jsonl; null stands for what is not finite.
 
     Lines that cannot be written, for example on a full disk, are kept and retried.
     """
 
     def __init__(self, folder: Path, *_: int):
         self.path = folder / "metrics.jsonl"
-        self.file = self.path.open(
-            "ab", buffering=0
-        )  # so that we know how much of a line was written
+        # unbuffered, so that a write tells how much of a line the disk has taken
+        self.file = self.path.open("ab", buffering=0)
         self.pending = b""
         self.warned = False
 
@@ -107,10 +109,8 @@ class JsonLines:
                 self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
             if not self.warned:
-                warn(
-                    f"{self.path}: {error.strerror}; its lines are kept in memory until they can "
-                    "be written"
-                )
+                remedy = "its lines are kept in memory until they can be written"
+                warn(f"{self.path}: {error.strerror}; {remedy}")
             self.warned = True
 
     def close(self) -> None:
@@ -119,15 +119,15 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps, and at the end the
-    config as hparams.
-    """
+    """Write each metric as a scalar ``<kind>/<name>``, and at the end the config as hparams."""
 
     def __init__(self, folder: Path, start: int, total_steps: int):
         """Hide an interrupted run's events after step ``start``."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.folder, self.total_steps, self.final = folder, total_steps, {}
+        self.folder = folder
+        self.total_steps = total_steps
+        self.final = {}  # metrics of the last evaluation, for hparams
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def __call__(self, metrics: Metrics) -> None:
@@ -139,6 +139,7 @@ class TensorBoard:
     def close(self) -> None:
         if self.final:
             keys = flatten(json.loads((self.folder / "config.json").read_text())["config"])
+            # hparams takes no lists and no None
             values = {
                 key: value if isinstance(value, (int, float)) else str(value)
                 for key, value in keys.items()
@@ -148,11 +149,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set; a resumed run
-    keeps its id.
+    """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set.
 
-    Offline, each start creates another ``offline-run-*``; ``wandb sync`` uploads and merges them.
-    WANDB_PROJECT overrides the project, vit-large-batch.
+    A resumed run keeps its id. Offline, each start creates another ``offline-run-*``; ``wandb
+    sync`` uploads and merges them. WANDB_PROJECT overrides the project, vit-large-batch.
     """
 
     def __init__(self, folder: Path, *_: int):
@@ -188,11 +188,12 @@ LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {
 
 
 def _select(metrics: Metrics) -> dict[str, float]:
-    """Return the numbers as ``{"<kind>/<name>": value}``, without the size of the evaluation
-    set.
-    """
-    kind, left_out = metrics["kind"], (*WHEN, "samples")
-    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in left_out}
+    """Return the metrics as ``{"<kind>/<name>": value}``."""
+    return {
+        f"{metrics['kind']}/{name}": value
+        for name, value in metrics.items()
+        if name not in UNPLOTTED
+    }
 
 
 class ProgressBar:
@@ -203,11 +204,11 @@ class ProgressBar:
     """
 
     def __init__(self, _: Path, start: int, total_steps: int):
-        # tqdm's default lock is shared with forked processes; a killed one may never release it
+        # tqdm's own lock is shared with forked processes, and a killed one may never release it
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
         if sys.stderr.isatty():
-            # no bar, no steps/s
+            # no bar and no steps/s, to leave room for the metrics
             short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
@@ -216,27 +217,27 @@ class ProgressBar:
     def step(self, loss: float | None = None) -> None:
         """Count a step; show ``loss`` if the step has no record."""
         if loss is not None:
-            self._show(loss=f"{loss:.4f}")
+            self._show("loss", f"{loss:.4f}")
         self.bar.update()
 
     def __call__(self, metrics: Metrics) -> None:
         if metrics["kind"] == "train":
-            self._show(
-                **{"loss": f"{metrics['loss']:.4f}", "img/s": f"{metrics['samples_per_s']:,.0f}"}
-            )
+            self._show("loss", f"{metrics['loss']:.4f}")
+            self._show("img/s", f"{metrics['samples_per_s']:,.0f}")
             if metrics["skipped"]:
-                self._show(skipped=f"{metrics['skipped']}")
+                self._show("skipped", f"{metrics['skipped']}")
         else:
-            self._show(top1=f"{metrics['top1']:.3f}")
+            self._show("top1", f"{metrics['top1']:.3f}")
             text = (
-                "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} on {samples:,} "
-                "images"
+                "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} "
+                "on {samples:,} images"
             )
             with suppress(OSError):  # standard output is closed
                 self.bar.write(text.format(**metrics))
 
-    def _show(self, **values: str) -> None:
-        self.shown |= values
+    def _show(self, name: str, value: str) -> None:
+        """Show ``value`` after the bar from now on."""
+        self.shown[name] = value
         self.bar.set_postfix(self.shown, refresh=False)
 
     def close(self) -> None:
@@ -247,5 +248,6 @@ class _Lines:
     """Write each state of a progress bar as one line on stderr, if it is not a terminal."""
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        line = text.strip()
+        if line:
             sys.stderr.write(f"{line}\n")  # one write, unlike print, since ranks share stderr

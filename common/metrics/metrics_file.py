@@ -17,7 +17,7 @@ from common.files import Count, parse_json, read_bytes
 
 MAX_METRICS = 1 << 29  # bytes of the file, about 1,500,000 lines
 MAX_LINE = 1 << 16  # bytes
-WHEN = ("kind", "step", "epoch", "time")  # the fields of a record that are no metrics
+UNPLOTTED = ("kind", "step", "epoch", "time", "samples")  # fields that are no metrics
 EVALUATED = {"loss", "top1", "top5", "samples"}  # what no eval record lacks
 
 Metrics = Mapping[str, Any]
@@ -28,6 +28,10 @@ Loss = Annotated[
     Field(allow_inf_nan=True),
     BeforeValidator(lambda value: math.nan if value is None else value),
 ]
+# Of a field that this version does not know, what is no number counts as no value.
+OtherMetric = Annotated[
+    Metric, BeforeValidator(lambda value: value if type(value) in (int, float) else None)
+]
 
 
 class Record(BaseModel):
@@ -37,7 +41,7 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    __pydantic_extra__: dict[str, Metric]
+    __pydantic_extra__: dict[str, OtherMetric]
 
     kind: str  # "train" or "eval"
     step: Count  # optimizer steps completed

@@ -1,11 +1,11 @@
-"""Write one self-contained HTML page about a run, several, or a sweep: ``python scripts/report.py
-RUN [RUN...]``.
+"""Write one self-contained HTML page about a run, several runs, or a sweep.
 
-It holds the curves of every metric in metrics.jsonl, a summary, of a sweep which combination is
-best, the environment, and the config: the whole of a single run's, and what differs between those
-of several. ``--csv`` prints a row for each run instead, as in results.csv:
-
+python scripts/report.py outputs/vit-b16
 python scripts/report.py outputs/vit_lite_vanilla --csv >> cifar10_benchmark/results.csv
+
+The page has a curve of every metric in metrics.jsonl, a summary, of a sweep which combination is
+best, the environment, and the config: the whole of a single run's, and what differs between those
+of several. --csv prints a row for each run instead, as in results.csv.
 """
 
 import csv
@@ -19,11 +19,11 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -34,32 +34,43 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
-from common.metrics.metrics_file import Metrics, read_metrics
+from common.metrics.metrics_file import UNPLOTTED, Metrics, read_metrics
 
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
 SEED = "SEED"  # in a sweep, its values are repetitions
-# Title, factor from file to page, and whether the axis starts at 0.
-CHARTS: dict[str, tuple[str, float, bool]] = {
-    "loss": ("Loss", 1, False),
-    "top1": ("Top-1 accuracy, %", 100, False),
-    "top5": ("Top-5 accuracy, %", 100, False),
-    "lr": ("Learning rate", 1, True),
-    "grad_norm": ("Gradient norm before clipping", 1, True),
-    "skipped": ("Updates skipped so far", 1, True),
-    "samples_per_s": ("Images per second, all GPUs", 1, True),
-    "mfu": ("Model FLOPs utilisation, %", 100, True),
-    "data_wait": ("Time waiting for data, %", 100, True),
-    "forward_s": ("Forward passes of a step, ms", 1e3, True),
-    "backward_s": ("Backward passes of a step, ms", 1e3, True),
-    "peak_memory_gb": ("Peak memory of a process, GB", 1, True),
+
+
+class Chart(NamedTuple):
+    """How the page shows a metric."""
+
+    title: str
+    scale: float = 1  # factor from metrics.jsonl to the page
+    from_zero: bool = True  # whether the axis starts at 0
+
+
+# The metrics that have a title, in the order of the page. Others follow under their own names.
+CHARTS = {
+    "loss": Chart("Loss", from_zero=False),
+    "top1": Chart("Top-1 accuracy, %", 100, from_zero=False),
+    "top5": Chart("Top-5 accuracy, %", 100, from_zero=False),
+    "lr": Chart("Learning rate"),
+    "grad_norm": Chart("Gradient norm before clipping"),
+    "skipped": Chart("Updates skipped so far"),
+    "samples_per_s": Chart("Images per second, all GPUs"),
+    "mfu": Chart("Model FLOPs utilisation, %", 100),
+    "data_wait": Chart("Time waiting for data, %", 100),
+    "forward_s": Chart("Forward passes of a step, ms", 1e3),
+    "backward_s": Chart("Backward passes of a step, ms", 1e3),
+    "peak_memory_gb": Chart("Peak memory of a process, GB"),
 }
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run left, or has left so far: ``about`` is config.json, ``saved_step`` that of its
-    newest checkpoint.
+    """What a finished or running run has written.
+
+    ``about`` is config.json; ``saved_step`` is that of the newest checkpoint.
     """
 
     name: str
@@ -80,22 +91,25 @@ class RecordedRun:
         """The wall time up to the last record, without the pauses before a start."""
         times = [line["time"] for line in self.metrics if "time" in line]
         starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
-        spans = itertools.pairwise([*starts, math.inf])
-        return sum(
-            max((when for when in times if start <= when < end), default=start) - start
-            for start, end in spans
-        )
+        total = 0.0
+        for start, end in itertools.pairwise([*starts, math.inf]):
+            last = max((when for when in times if start <= when < end), default=start)
+            total += last - start
+        return total
 
     @property
     def values(self) -> dict[str, int | float | str]:
-        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``, and the sweep if that
-        is in it too.
+        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``.
+
+        A name that holds the sweep's too, ``SWEEP/KEY=VALUE``, gives that under "sweep".
         """
         sweep, _, combination = self.name.rpartition("/")
-        parts = [part.partition("=") for part in combination.split(",") if "=" in part]
-        return ({"sweep": sweep} if sweep and parts else {}) | {
-            key: _number(value) for key, _, value in parts
-        }
+        values = {}
+        for part in combination.split(","):
+            key, equals, value = part.partition("=")
+            if equals:
+                values[key] = _number(value)
+        return {"sweep": sweep} | values if sweep and values else values
 
     @property
     def final(self) -> Metrics | None:
@@ -109,7 +123,7 @@ class RecordedRun:
     def median(self, name: str, form: str) -> str:
         """Return the median of a training metric, scaled as in `CHARTS`, by the format ``form``."""
         values = [line[name] for line in self.of_kind("train") if line.get(name) is not None]
-        return form.format(CHARTS[name][1] * statistics.median(values)) if values else ABSENT
+        return form.format(CHARTS[name].scale * statistics.median(values)) if values else ABSENT
 
 
 def main(argv: list[str]) -> None:
@@ -134,14 +148,12 @@ def main(argv: list[str]) -> None:
         names = [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     if args.csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(
-            result_row(run).values() for run in runs
-        )
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows(result_row(run).values() for run in runs)
         return
-    output = args.output or Path(
-        os.path.commonpath([named.resolve() for named in args.runs]), "report.html"
-    )
-    replaced = "; the earlier one is replaced" * output.exists()
+    common_folder = os.path.commonpath([named.resolve() for named in args.runs])
+    output = args.output or Path(common_folder, "report.html")
+    replaced = "; the earlier one is replaced" if output.exists() else ""
     own_file(output).write_text(render(runs), encoding="utf-8")
     print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
 
@@ -165,46 +177,66 @@ def load_run(folder: Path, name: str) -> RecordedRun:
     return RecordedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
 
 
+class Ranked(NamedTuple):
+    """A combination of a sweep's values."""
+
+    score: float  # of the finished runs: mean top-1 in per cent, or -1 if their loss is not finite
+    tops: list[float]  # top-1 of the finished runs in per cent
+    values: dict[str, Any]
+    row: dict[str, Any]  # of the table
+
+
 def rank_combinations(
     runs: Sequence[RecordedRun], notes: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return a row for each combination of a sweep's values, the best first, and a line that names
-    the best.
+    """Return a row for each combination of a sweep's values, the best first, and which is best.
 
     Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how
     many they are. ``notes``: what to add to its steps, by a run's name.
     """
-    found = []
+    ranked = []
     for values, group in group_by_seed(runs).items():
         ends = [run.final for run in group if run.final]
-        tops = [100 * end["top1"] for end in ends] or [-math.inf]
-        loss = statistics.mean(end["loss"] for end in ends) if ends else 0.0
+        tops = [100 * end["top1"] for end in ends]
         steps = [run.steps + notes.get(run.name, "") for run in group]
+        mean = shown_range = shown_loss = ABSENT
+        score = -math.inf
+        if ends:
+            loss = statistics.mean(end["loss"] for end in ends)
+            mean = f"{statistics.mean(tops):.2f}%"
+            shown_range = f"{min(tops):.2f}-{max(tops):.2f}"
+            shown_loss = f"{loss:.3f}"
+            # one that has diverged is never the best, whatever its NaNs were counted as
+            score = statistics.mean(tops) if math.isfinite(loss) else -1.0
         reached = {
-            "top1": f"{statistics.mean(tops):.2f}%" if ends else ABSENT,
-            "range": f"{min(tops):.2f}-{max(tops):.2f}" if ends else ABSENT,
+            "top1": mean,
+            "range": shown_range,
             "n": len(ends),
-            "loss": f"{loss:.3f}" if ends else ABSENT,
+            "loss": shown_loss,
             "steps": ", ".join(dict.fromkeys(steps)),
         }
-        # one that has diverged is never the best, whatever its NaNs were counted as
-        score = statistics.mean(tops) if math.isfinite(loss) else -1.0
-        found.append((score, tops, dict(values), reached))
-    found.sort(key=lambda one: -one[0])
-    rows = [values | reached for _, _, values, reached in found]
-    if len(rows) < 2 or not rows[1]["n"] or found[0][0] < 0:
-        return rows, ""
-    (_, best, values, _), (score, second, *_) = found[:2]
-    verdict = "overlap" if max(second) >= min(best) else "do not overlap"
-    verdict = (
-        f"ranges {verdict}"
-        if len(best) + len(second) > 2
-        else "no ranges: repeat it with --grid SEED=1,2,3"
-    )
-    if score < 0:
+        ranked.append(Ranked(score, tops, dict(values), dict(values) | reached))
+    ranked.sort(key=lambda one: -one.score)
+    return [one.row for one in ranked], _name_best(ranked)
+
+
+def _name_best(ranked: Sequence[Ranked]) -> str:
+    """Return a line that names the best of several combinations and compares it to the second."""
+    if len(ranked) < 2:
+        return ""
+    best, second, *_ = ranked
+    if not second.tops or best.score < 0:
+        return ""
+    if second.score < 0:
         verdict = "the loss of the others is not finite"
-    named = ", ".join(f"{key}={value}" for key, value in values.items())
-    return rows, f"best: {named}; {verdict}"
+    elif len(best.tops) == len(second.tops) == 1:
+        verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
+    elif max(second.tops) >= min(best.tops):
+        verdict = "ranges overlap"
+    else:
+        verdict = "ranges do not overlap"
+    named = ", ".join(f"{key}={value}" for key, value in best.values.items())
+    return f"best: {named}; {verdict}"
 
 
 def group_by_seed(
@@ -214,31 +246,33 @@ def group_by_seed(
     groups = defaultdict(list)
     keys = dict.fromkeys(key for run in runs for key in run.values)
     for run in runs:
-        values = (
-            {key: run.values.get(key, ABSENT) for key in keys if key != SEED}
-            if keys
-            else {"run": run.name}
-        )
+        values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED}
+        if not keys:
+            values = {"run": run.name}
         groups[tuple(values.items())].append(run)
     return groups
 
 
 def _number(text: str) -> int | float | str:
-    for kind in (int, float):
+    """Return the number that ``text`` is, or ``text``."""
+    for number_type in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return number_type(text)
     return text
 
 
 def result_row(run: RecordedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
-    about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
+    about = run.about
+    train = run.of_kind("train")
+    evaluations = run.of_kind("eval")
     if not train or not evaluations:
         raise UserError(
             f"{run.name} has no evaluation yet, so no result: train it for longer, or lower "
             "EVAL_EVERY"
         )
-    last, origin = evaluations[-1], result_columns(about)
+    last = evaluations[-1]
+    origin = result_columns(about)
     return {
         "date": origin.pop("date"),
         "config": about["name"],
@@ -271,42 +305,40 @@ def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def name_hardware(hardware: Mapping[str, Any]) -> str:
-    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide
-    the exact model.
-    """
+    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2"."""
     if hardware["gpu"]:
         return hardware["gpu"]
-    return (
-        f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, "
-        f"{hardware.get('instruction_set', '-')}"
-    )
+    instructions = hardware.get("instruction_set", ABSENT)  # as clouds hide the exact model
+    return f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, {instructions}"
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page."""
     charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
     ranked, verdict = rank_combinations(runs, {})
-    configs = _align(_flat_text(run.about["config"]) for run in runs)
-    page = Environment(autoescape=True).from_string(
-        Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    )
-    return page.render(
-        runs=runs,
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
-        sweep=ranked if all(run.values for run in runs) else [],
-        verdict=verdict,
-        keys={
-            key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1
-        },
-        environment=_align(
-            _flat_text(
-                {key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}
-            )
-            for run in runs
-        ),
-        commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
-        charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
+    configs = _align([run.about["config"] for run in runs])
+    if len(runs) > 1:
+        configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
+    environments = [
+        {key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}
+        for run in runs
+    ]
+    source = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    return (
+        Environment(autoescape=True)
+        .from_string(source)
+        .render(
+            runs=runs,
+            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+            summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
+            sweep=ranked if all(run.values for run in runs) else [],
+            verdict=verdict,
+            keys=configs,
+            environment=_align(environments),
+            commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
+            # "<" would end the script's element
+            charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
+        )
     )
 
 
@@ -319,16 +351,16 @@ def _best_top1(run: RecordedRun) -> str:
 
 
 def _wall_time(run: RecordedRun) -> str:
-    hours, minutes = divmod(round(run.seconds) // 60, 60)
-    return (
-        f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
-    )
+    minutes, seconds = divmod(round(run.seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
 
 
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
-    "Top-1, last evaluation": lambda run: next(
-        (f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT
-    ),
+    "Top-1, last evaluation": lambda run: [
+        ABSENT,
+        *(f"{line['top1']:.2%}" for line in run.of_kind("eval")),
+    ][-1],
     "Top-1, best evaluation": _best_top1,
     "Steps": lambda run: run.steps,
     "Wall time": _wall_time,
@@ -341,42 +373,47 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
 }
 
 
-def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return ``{key: cells}`` for every key of any column."""
-    columns = list(columns)
-    keys = dict.fromkeys(itertools.chain.from_iterable(columns))
-    return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
-
-
-def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        key: value if isinstance(value, str) else repr(value)
-        for key, value in flatten(values).items()
-    }
+def _align(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the cells of a table with a column for each nested dict, by ``outer.inner`` key."""
+    flat = [flatten(column) for column in columns]
+    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
+    cells = {key: [column.get(key, ABSENT) for column in flat] for key in keys}
+    return {key: [*map(str, row)] for key, row in cells.items()}
 
 
 def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return a chart for every metric that the runs have, with a line for each run and kind."""
+    losses = " or ".join(dict.fromkeys(name_loss(run.about.get("config", {})) for run in runs))
+    names = dict.fromkeys(CHARTS)
+    for run in runs:
+        for line in run.metrics:
+            names |= dict.fromkeys(line)
     charts = []
-    for name, (title, scale, from_zero) in CHARTS.items():
+    for name in names:
+        if name in UNPLOTTED:
+            continue
+        chart = CHARTS.get(name, Chart(name, from_zero=False))
         lines = [
-            line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)
+            {"run": number, "kind": kind} | _curve(run.of_kind(kind), name, chart.scale)
+            for number, run in enumerate(runs)
+            for kind in ("train", "eval")
         ]
+        drawn = [line for line in lines if any(y is not None for y in line["y"])]
+        title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
-            title += (
-                " (training: "
-                f"{' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
+            title += f" (training: {losses}; evaluation: cross-entropy)"
+        if drawn:
+            charts.append(
+                {"name": name, "title": title, "fromZero": chart.from_zero, "lines": drawn}
             )
-            title += "evaluation: cross-entropy)"
-        if lines:
-            charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})
     return charts
 
 
-def _lines(run: RecordedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
-    for kind in ("train", "eval"):
-        lines = [line for line in run.of_kind(kind) if name in line]
-        values = [line[name] for line in lines]
-        ys = [None if y is None or math.isnan(y) else float(f"{y * scale:.6g}") for y in values]
-        if any(y is not None for y in ys):
-            yield {"run": number, "kind": kind, "x": [line["step"] for line in lines], "y": ys}
+def _curve(lines: Sequence[Metrics], name: str, scale: float) -> dict[str, list[Any]]:
+    """Return the steps ``x`` and values ``y`` of a metric; what is not finite is None."""
+    measured = [line for line in lines if name in line]
+    ys = [line[name] for line in measured]
+    return {
+        "x": [line["step"] for line in measured],
+        "y": [None if y is None or math.isnan(y) else float(f"{y * scale:.6g}") for y in ys],
+    }

@@ -71,7 +71,9 @@ def test_summary(tmp_path, monkeypatch):
         evaluation(3, 0.75, loss=3.0),
         evaluation(4, 0.5),
     ]
-    records += [train(5, loss=2.3456789, samples_per_s=None) | {"time": 12400.0}]
+    # two fields that nobody named: one is no number
+    others = {"time": 12400.0, "score": 0.25, "note": "text"}
+    records += [train(5, loss=2.3456789, samples_per_s=None) | others]
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
     plan = {"last_step": 5, "gpus": 8}
     starts = [
@@ -109,7 +111,8 @@ def test_summary(tmp_path, monkeypatch):
     ]
     assert "<pre>python train.py &#39;a b&#39;</pre>" in page
     charts = charts_of(page)
-    assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "samples_per_s"]
+    assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "samples_per_s", "score"]
+    assert charts[-1]["lines"] == [{"run": 0, "kind": "train", "x": [5], "y": [0.25]}]
     losses = "cross-entropy, label smoothing 0.1, mixup 0.8; evaluation: cross-entropy"
     assert charts[0]["title"] == f"Loss (training: {losses})"
     assert charts[0]["lines"] == [

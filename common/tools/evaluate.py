@@ -29,14 +29,14 @@ from common.errors import UserError, format_table, list_some, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, gather, start
-from common.metrics.hook import best_classes, count_correct
+from common.metrics.hook import average, best_classes, count_correct
 from common.metrics.metrics_file import finite
 from common.plot import build_figure, save_figure
 from common.task import data_root, find_task
 
-AT_EACH_END = 5  # classes of the table for the terminal
-NAMED_CLASSES = 50  # classes up to which the picture names them
-DRAWN = 2000  # classes up to which there is a picture
+AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
+NAMED_CLASSES = 50  # most classes whose names the picture shows
+DRAWN = 2000  # most classes of which there is a picture
 
 
 def main(argv: list[str]) -> None:
@@ -53,9 +53,10 @@ def main(argv: list[str]) -> None:
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
-    run = open_model(
-        args.run, args.set + [f"DATA.root={args.data}"] * bool(args.data), raw=args.raw
-    )
+    settings = list(args.set)
+    if args.data:
+        settings.append(f"DATA.root={args.data}")
+    run = open_model(args.run, settings, raw=args.raw)
     run.name_classes(args.classes)
     data = run.config["DATA"]
     task = find_task(run.about["task"])
@@ -67,36 +68,26 @@ def main(argv: list[str]) -> None:
     summary = task.describe(data)
     labels_of, warning = match_labels(run, summary, args.class_order)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
-    own_file(
-        output / "evaluation.json"
-    )  # a place that cannot be written is refused before the work
-    start(launch, run.config | {"parallel": None})  # the model is not cut
+    own_file(output / "evaluation.json")  # refuses a path that cannot be written before the work
+    start(launch, run.config | {"parallel": None})  # the model is not sharded
     if launch.rank == 0:
-        print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-        split = summary.validation or "its evaluation split"
-        print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
-        if warning:
-            print_wrapped(warning, is_warning=True)
-        then = run.about["data"].get("fingerprint", summary.fingerprint)
-        if then != summary.fingerprint and not (args.data or args.split):
-            print_wrapped(
-                "warning: the data set has changed: the model may have been trained on some of "
-                "these",
-                11,
-            )
-        for line in list_changes(run.about):
-            print_wrapped(line)
+        _print_start(run, summary, warning, is_own_data=not (args.data or args.split))
     predict = Predictor(run.load_model(), run.config)
-    ranks = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = task.build_eval_loader(
-        data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks
+        data,
+        run.batch,
+        image_size=run.config["MODEL"]["image_size"],
+        dp_rank=launch.rank,
+        dp_size=launch.world_size,
+        device=predict.device,
     )
     tally = Tally(predict.device)
     to_model = torch.tensor(labels_of, device=predict.device)
     with naming_lost_ranks():
-        for images, labels in tqdm(
-            loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True
-        ):
+        # disable=None: no bar where stderr is no terminal
+        hidden = None if launch.rank == 0 else True
+        for images, labels in tqdm(loader, unit="batch", leave=False, disable=hidden):
+            # padding, which has label -100, stays as it is
             answers = torch.where(labels < 0, labels, to_model[labels.clamp(min=0)])
             tally.add(predict(images), answers)
         loader.close()
@@ -106,19 +97,37 @@ def main(argv: list[str]) -> None:
         _report(run, tally, "by number" if warning else "by name", output, argv)
 
 
+def _print_start(run: SavedRun, data: DataSummary, warning: str, *, is_own_data: bool) -> None:
+    """Print which checkpoint is evaluated on which images."""
+    print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
+    split = data.validation or "its evaluation split"
+    root = run.config["DATA"]["root"]
+    print_wrapped(f"data       {root}: {data.eval_samples:,} images, {split}", 11)
+    if warning:
+        print_wrapped(warning, is_warning=True)
+    trained_on = run.about["data"].get("fingerprint", data.fingerprint)
+    if is_own_data and trained_on != data.fingerprint:
+        changed = "warning: the data set has changed"
+        print_wrapped(f"{changed}: the model may have been trained on some of these", 11)
+    for line in list_changes(run.about):
+        print_wrapped(line)
+
+
 def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) -> str:
     """Return the name of the folder for the results: each data set has its own."""
-    name = f"{run.checkpoint.name}{'-raw' * args.raw}"
+    parts = [run.checkpoint.name]
+    if args.raw:
+        parts.append("raw")
     if args.data or args.split:
-        root = os.path.basename(os.path.abspath(run.config["DATA"]["root"]))
-        name += "-".join(["", root, *filter(None, [args.split]), data.fingerprint[:6]])
-    return name
+        parts.append(os.path.basename(os.path.abspath(run.config["DATA"]["root"])))
+        if args.split:
+            parts.append(args.split)
+        parts.append(data.fingerprint[:6])
+    return "-".join(parts)
 
 
 class Tally:
-    """Counts over the evaluation set, [loss, top-1, top-5, samples], and in the end
-    `describe_classes`'s answers.
-    """
+    """Count over the evaluation set: ``totals`` as `count_correct`, ``answers`` by sample."""
 
     def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -128,15 +137,14 @@ class Tally:
         """Count a batch; labels below 0 do not count."""
         self.totals += count_correct(logits_BC, labels_B)
         best_BK = best_classes(logits_BC)
-        self.batches.append(
-            torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()])
-        )
+        is_among_5_B = (best_BK == labels_B[:, None]).any(1).long()
+        self.batches.append(torch.stack([labels_B, best_BK[:, 0], is_among_5_B]))
 
     def sum_over_ranks(self) -> None:
-        """Add up what every process has counted; ``answers`` are those of all."""
-        mine = torch.cat(self.batches, dim=1).cpu().numpy()
-        mine = mine[:, mine[0] >= 0]  # here, as on a GPU it would wait
-        self.answers = np.concatenate(gather(mine), axis=1)
+        """Set ``answers``, as `describe_classes` takes them, and ``totals`` to all ranks'."""
+        local = torch.cat(self.batches, dim=1).cpu().numpy()
+        local = local[:, local[0] >= 0]  # not in `add`, where a GPU would have to wait
+        self.answers = np.concatenate(gather(local), axis=1)
         all_reduce(self.totals, ParallelMode.GLOBAL)
 
 
@@ -146,13 +154,16 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
     The classes of a model that names none are then those of the data set, in ``order``. Raises
     `UserError` for classes that the model does not know.
     """
-    root, about, names = run.config["DATA"]["root"], run.about["data"], data.class_names
+    root = run.config["DATA"]["root"]
+    about = run.about["data"]
+    names = data.class_names
     count = run.config["MODEL"]["num_classes"]
     about["class_names"], warning = order_classes(about["class_names"], names, order, count)
     known = [about["class_names"], run.class_names]
     has_words = not any(map(str.isdecimal, known[0]))
     if has_words:
-        known.append([*map(str, range(len(known[1])))])  # ImageNetV2's folders are numbers
+        # the folders of ImageNetV2 are named by the label
+        known.append([*map(str, range(len(known[1])))])
     labels = match_classes(known, names)
     unknown = [name for name, label in zip(names, labels, strict=True) if label is None]
     if unknown:
@@ -170,73 +181,78 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
 
 
 def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]) -> None:
-    loss, top1, top5, samples = tally.totals.tolist()
-    metrics = {
-        "loss": loss / samples,
-        "top1": top1 / samples,
-        "top5": top5 / samples,
-        "samples": int(samples),
-    }
+    """Write the results to ``output`` and print them; ``how``: by what labels were matched."""
+    metrics = average(tally.totals)
     rows = describe_classes(run.class_names, tally.answers)
     about = {
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
         "data": run.config["DATA"]["root"],
     }
-    about |= describe_run(argv)
-    own_file(output / "evaluation.json").write_text(
-        json.dumps(finite(metrics | about), indent=2) + "\n"
-    )
+    record = finite(metrics) | about | describe_run(argv)
+    own_file(output / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
-    pictures = ", confusion.png" * draw_confusion(
-        run.class_names, tally.answers, output / "confusion.png"
-    )
+    files = "evaluation.json, classes.csv"
+    if len(run.class_names) <= DRAWN:
+        draw_confusion(run.class_names, tally.answers, output / "confusion.png")
+        files += ", confusion.png"
     print_extremes(rows)
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
-    print_wrapped(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}", 11)
-    print(
-        "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics),
-        flush=True,
-    )
-    if missing := np.count_nonzero(tally.answers[1] < 0):
+    print_wrapped(f"results    {short_path(output)}: {files}", 11)
+    line = "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}"
+    print(line.format(**metrics), flush=True)
+    missing = np.count_nonzero(tally.answers[1] < 0)
+    if missing:
         raise UserError(
-            f"{missing:,} of {samples:,.0f} images have no answer, which counts as wrong: the "
-            "model's outputs are not finite (NaN); --set fp16=None computes in float32, or name an "
-            "earlier checkpoint"
+            f"{missing:,} of {metrics['samples']:,} images have no answer, which counts as wrong: "
+            "the model's outputs are not finite (NaN); --set fp16=None computes in float32, or "
+            "name an earlier checkpoint"
         )
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
     """Return a row for each class that has samples.
 
-    ``answers`` holds [label, answer, whether the label is among the first five answers] in its
-    rows, by samples; an answer of -1 is none (NaN). ``top1``, ``top5`` and ``precision`` (correct
-    answers of all such answers; empty where there is none) are fractions of 1.
+    ``answers`` [3, samples] holds the label, the answer (-1 where it is NaN), and whether the label
+    is among the first five answers. ``top1``, ``top5`` and ``precision`` (the share of such answers
+    that are correct; empty where there are none) are fractions of 1.
     """
     labels, best, is_among_5 = answers
-    is_right = labels == best
-    samples, right, top5, answered = (
-        np.bincount(of, minlength=len(names))
-        for of in (labels, labels[is_right], labels[is_among_5 > 0], best[best >= 0])
-    )
-    pairs, counts = np.unique(answers[:2, ~is_right], axis=1, return_counts=True)
-    named = [*names, "NaN"]  # the last is that of answer -1
-    mistakes: dict[int, str] = {}  # the most frequent wrong answer, and how often, by label
-    for at in np.argsort(-counts, kind="stable"):
-        mistakes.setdefault(int(pairs[0, at]), f"{named[pairs[1, at]]} ({counts[at]})")
-    return [
-        {
+
+    def count(classes: np.ndarray) -> np.ndarray:
+        return np.bincount(classes, minlength=len(names))
+
+    samples = count(labels)
+    right = count(labels[labels == best])
+    top5 = count(labels[is_among_5 > 0])
+    answered = count(best[best >= 0])
+    mistakes = _most_frequent_mistakes(names, answers[:2, labels != best])
+    rows = []
+    for label in np.flatnonzero(samples).tolist():
+        precision = f"{right[label] / answered[label]:.4f}" if answered[label] else ""
+        row = {
             "label": label,
             "class": names[label],
             "samples": int(samples[label]),
             "top1": f"{right[label] / samples[label]:.4f}",
             "top5": f"{top5[label] / samples[label]:.4f}",
-            "precision": f"{right[label] / answered[label]:.4f}" if answered[label] else "",
+            "precision": precision,
             "mistaken for": mistakes.get(label, ""),
         }
-        for label in np.flatnonzero(samples).tolist()
-    ]
+        rows.append(row)
+    return rows
+
+
+def _most_frequent_mistakes(names: Sequence[str], wrong: np.ndarray) -> dict[int, str]:
+    """Return by label its most frequent wrong answer, and how often, from [labels, answers]."""
+    named = [*names, "NaN"]  # answer -1 is the last
+    pairs, counts = np.unique(wrong, axis=1, return_counts=True)
+    mistakes = {}
+    for index in np.argsort(-counts, kind="stable"):
+        label, answer = pairs[:, index]
+        mistakes.setdefault(int(label), f"{named[answer]} ({counts[index]})")
+    return mistakes
 
 
 def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -245,37 +261,29 @@ def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
     if len(ordered) <= 2 * AT_EACH_END:
         print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
         return
-    print(
-        f"the {AT_EACH_END} classes of {len(ordered)} with the lowest "
-        f"top-1\n{format_table(ordered[:AT_EACH_END])}\n"
-    )
+    print(f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1")
+    print(f"{format_table(ordered[:AT_EACH_END])}\n")
     print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}\n")
 
 
-def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> bool:
-    """Draw which shares of each class's images are taken for which; return False if there are more
-    than `DRAWN`.
+def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> None:
+    """Draw which share of each class's images is taken for which class.
+
+    ``answers``: as in `describe_classes`.
     """
     count = len(names)
-    if count > DRAWN:
-        return False
     samples = np.bincount(answers[0], minlength=count)
     labels, best, _ = answers[:, answers[1] >= 0]
     confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
-    side = max(5.0, min(14.0, 0.35 * count))
-    figure, axes = build_figure(side + 1.5, side)
-    axes.grid(False)
     shares = confusion / np.maximum(samples, 1)[:, None]
-    figure.colorbar(
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images"
-    )
-    axes.set(
-        xlabel="predicted",
-        ylabel="true class",
-        title=f"Confusion matrix, {samples.sum():,} images",
-    )
+    side = max(5.0, min(14.0, 0.35 * count))
+    figure, axes = build_figure(side + 1.5, side)  # inches, with the bar of colours
+    axes.grid(False)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="share of the class's images")
+    title = f"Confusion matrix, {samples.sum():,} images"
+    axes.set(xlabel="predicted", ylabel="true class", title=title)
     if count <= NAMED_CLASSES:
         axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula
         axes.set_yticks(range(count), names, parse_math=False)
     save_figure(figure, path)
-    return True

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
 from torchvision.datasets import ImageFolder
 
+from common.checkpoint.saved_run import SavedRun
 from common.colossal import shutdown
 from common.config.plan import DataSummary
 from common.errors import UserError
@@ -117,11 +118,10 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
-    about = {"data": {"class_names": ["n01", "n02"]}}
+    about = {"data": {"class_names": ["n01", "n02"], "descriptions": ["tench", "goldfish"]}}
     config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
-    run = mock.Mock(about=about, class_names=["tench", "goldfish"], config=config)
-    data = DataSummary(2, 2, 2, "", class_names=names)
-    assert evaluate.match_labels(run, data, None)[0] == [0, 1]
+    run = SavedRun(Path(), Path(), "", config, about)
+    assert evaluate.match_labels(run, DataSummary(2, 2, 2, "", names), None)[0] == [0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -103,71 +103,47 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     ]
 
 
-def finished_run(
-    top1: float, last_step: int = 4, loss: float | None = None, **values: float
-) -> RecordedRun:
+def finished_run(top1: float, last_step: int = 4, loss: float = 1.5, **values: float):
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    return RecordedRun(
-        name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=loss or 10 * top1)]
-    )
+    about = {"plan": {"last_step": last_step}}
+    return RecordedRun(name, about, [evaluation(4, top1, loss=loss)])
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
-    runs = [
-        finished_run(0.5, RATE=0.1, SEED=1),
-        finished_run(0.65, RATE=0.1, SEED=2),
-        finished_run(0.65, RATE=0.8),
-    ]
-    runs.append(finished_run(0.9, last_step=8, RATE=0.3, EMA=1))
+    low = finished_run(0.5, RATE=0.1, SEED=1)
+    same = finished_run(0.65, RATE=0.1, SEED=2)
+    high = finished_run(0.65, RATE=0.8)
+    unfinished = finished_run(0.9, last_step=8, RATE=0.3, EMA=1)
+    runs = [low, same, high, unfinished]
     rows, _ = rank_combinations(runs, {})
     assert [list(row.values()) for row in rows] == [
-        [0.8, "-", "65.00%", "65.00-65.00", 1, "6.500", "4"],
-        [0.1, "-", "57.50%", "50.00-65.00", 2, "5.750", "4"],
+        [0.8, "-", "65.00%", "65.00-65.00", 1, "1.500", "4"],
+        [0.1, "-", "57.50%", "50.00-65.00", 2, "1.500", "4"],
         [0.3, 1, "-", "-", 0, "-", "4 of 8"],
     ]
     diverged = [finished_run(0.9, loss=math.nan, RATE=rate) for rate in (1, 2)]
-    parts = (
-        runs,
-        [runs[0], *runs[::2]],
-        runs[1:3],
-        runs[2:],
-        [*diverged, runs[0]],
-        [*diverged, runs[3]],
-    )
-    assert [rank_combinations(part, {})[1].partition("; ")[::2] for part in parts] == [
-        ("best: RATE=0.8, EMA=-", "ranges overlap"),
-        ("best: RATE=0.8", "ranges do not overlap"),
-        ("best: RATE=0.1", "no ranges: repeat it with --grid SEED=1,2,3"),
-        ("", ""),
-        ("best: RATE=0.1", "the loss of the others is not finite"),
-        ("", ""),
-    ]
+    for part, verdict in (
+        (runs, "best: RATE=0.8, EMA=-; ranges overlap"),
+        ([low, low, high], "best: RATE=0.8; ranges do not overlap"),
+        ([same, high], "best: RATE=0.1; no ranges: repeat it with --grid SEED=1,2,3"),
+        ([high, unfinished], ""),
+        ([*diverged, low], "best: RATE=0.1; the loss of the others is not finite"),
+        ([*diverged, unfinished], ""),
+    ):
+        assert rank_combinations(part, {})[1] == verdict
+
     drawn = []
-    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.append(figure.axes[0]))
-    assert sweep.draw([*runs, runs[0]], tmp_path / "sweep.png")
+    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.extend(figure.axes))
+    assert not sweep.draw([unfinished], tmp_path / "sweep.png")
+    assert sweep.draw([*runs, low], tmp_path / "sweep.png")
     assert sweep.draw(runs[:3], tmp_path / "sweep.png", best="RATE")  # the only key
-    assert not sweep.draw(runs[3:], tmp_path / "sweep.png")
-    for length in (30, 40):
-        named = [finished_run(0.5, A=1, **{length * "b": value}) for value in (2, 3)]
-        assert sweep.draw([*named, finished_run(0.5, A=1, C=4)], tmp_path / "sweep.png")
-    assert [text.get_text() for text in drawn[-1].get_legend().get_texts()] == [
-        f"{40 * 'b'}=2",
-        f"{40 * 'b'}=3",
-        "C=4",
-    ]
-    assert [drawn.pop().get_legend()._ncols for _ in range(2)] == [1, 2]
-    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [
-        pytest.approx([55, 65]),
-        pytest.approx([65]),
-    ]
-    assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [
-        ("log", "RATE"),
-        ("linear", "run"),
-    ]
-    assert [bar[:, 1].tolist() for bar in drawn[0].collections[0].get_segments()] == [
-        [50, 65],
-        [65, 65],
-    ]
+    for axes, tops, scale, label in zip(
+        drawn, ([55, 65], [65]), ("log", "linear"), ("RATE", "run"), strict=True
+    ):
+        assert axes.lines[0].get_ydata() == pytest.approx(tops)
+        assert (axes.get_xscale(), axes.get_xlabel()) == (scale, label)
+    bars = drawn[0].collections[0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[50, 65], [65, 65]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Who may import whom: tasks and rooms, arrows downwards only."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 
 import pytest
@@ -11,34 +12,21 @@ TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
 FILES = sorted(
     path for package in TASKS | {"common", "configs"} for path in (ROOT / package).rglob("*.py")
 )
-# What users' own scripts call when they launch; it stands in Colossal-AI's room, as the functions
-# are Colossal-AI's.
-OWN_CONFIG = ("common/colossal/context.py", "common.config.load.load_own_config")
 # Each room of common/ and those that its modules may import, beside their own and the files of
-# common/ itself.
-BASE = {"errors", "files", "plot", "hardware"}
+# common/ itself. The door for users' scripts is "colossal".
+BASE = {"errors", "files", "hardware", "plot"}
 ROOMS = {
-    "colossal": set(),
-    "optim": {"colossal"},
-    "config": {"optim", "colossal"},
-    "launch": {"colossal"},
-    "data": {"config"},
-    "model": {"optim", "config", "colossal"},
-    "metrics": {"config", "colossal"},
-    "checkpoint": {"metrics", "launch", "model", "optim", "config", "colossal"},
-    "planner": {"model", "optim", "config", "colossal"},
-    "tools": {
-        "task",
-        "checkpoint",
-        "metrics",
-        "data",
-        "model",
-        "optim",
-        "launch",
-        "config",
-        "colossal",
-    },
+    "engine": set(),
+    "optim": {"engine"},
+    "config": {"optim", "engine"},
+    "launch": {"engine"},
+    "data": set(),
+    "model": {"optim", "config", "engine"},
+    "metrics": {"config", "engine"},
+    "checkpoint": {"metrics", "launch", "model", "config", "engine"},
+    "planner": {"model", "optim", "config", "engine"},
     "task": {"data", "config"},
+    "tools": {"task", "checkpoint", "metrics", "data", "model", "launch", "config", "engine"},
     "run": {
         "task",
         "planner",
@@ -46,11 +34,11 @@ ROOMS = {
         "metrics",
         "data",
         "model",
-        "optim",
         "launch",
         "config",
-        "colossal",
+        "engine",
     },
+    "colossal": {"config", "engine"},
 }
 
 
@@ -58,7 +46,8 @@ def may_import(file: str, module: str) -> bool:
     package, room, *_ = [*file.removesuffix(".py").split("/"), ""]
     top, imported, *_ = [*module.split("."), ""]
     if top == "colossalai":
-        return file.startswith("common/colossal/") or module.endswith("AMP_TYPE")
+        own = file.startswith(("common/engine/", "common/colossal/script_test.py"))
+        return own or module.endswith("AMP_TYPE")
     if module.startswith("nvidia.dali"):
         return file == "imagenet_dali/imagenet_dali_dataloader.py"
     if top in TASKS:
@@ -71,11 +60,7 @@ def may_import(file: str, module: str) -> bool:
         or room == "testing"
         or file.endswith(("_test.py", "conftest.py"))
     )
-    return (
-        is_free
-        or imported in BASE | {room} | ROOMS.get(room, set())
-        or (file, module) == OWN_CONFIG
-    )
+    return is_free or imported in BASE | {room} | ROOMS.get(room, set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -86,7 +71,7 @@ def test_imports(path):
     modules |= {f"{node.module}.{name.name}" for node in froms for name in node.names}
     assert not [module for module in modules if not may_import(file, module)]
     may_read = (
-        file.startswith(("common/colossal/", "common/launch/", "common/testing/"))
+        file.startswith(("common/engine/", "common/launch/", "common/testing/"))
         or "_test.py" in file
     )
     reads = any(
@@ -120,3 +105,13 @@ def test_every_folder_is_a_room_and_they_have_no_cycle():
     TopologicalSorter(ROOMS).prepare()  # raises CycleError
     folders = {path.parent.name for path in (ROOT / "common").glob("*/*.py")}
     assert folders == set(ROOMS) - {"task"} | {"testing"}
+
+
+def test_every_arrow_is_used():
+    used = {room: set() for room in ROOMS}
+    for path in (ROOT / "common").rglob("*.py"):
+        room = path.relative_to(ROOT / "common").parts[0].removesuffix(".py")
+        if room in ROOMS and not path.name.endswith(("_test.py", "conftest.py")):
+            imports = re.findall(r"^\s*from common\.(\w+)", path.read_text(), re.MULTILINE)
+            used[room] |= set(imports) & ROOMS.keys() - {room}
+    assert used == ROOMS

@@ -29,7 +29,7 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsy
     """
 
     def train(is_fast: bool, *more: str) -> str:
-        monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: is_fast)
+        monkeypatch.setattr("common.engine.amp.is_fast", lambda _: is_fast)
         arguments = [
             "--config",
             str(write_config(tmp_path)),

@@ -36,10 +36,10 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from cifar10_benchmark.task import TASK
-from common.colossal import Trainer
-from common.colossal.engine import compile_model
 from common.config.load import load_config
 from common.config.plan import DataSummary
+from common.engine.compiler import compile_model
+from common.engine.trainer import Trainer
 from common.errors import command_parser, format_table, run_command
 from common.hardware import cores, describe_run, is_fast
 from common.model.build import build_model, build_training, timm_arguments

@@ -100,7 +100,7 @@ def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, tim
 
 def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch):
     """On a CPU with AVX512_BF16."""
-    monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: True)
+    monkeypatch.setattr("common.engine.amp.is_fast", lambda _: True)
     monkeypatch.setattr("common.planner.dry_run.instruction_set", lambda: "AVX512_BF16")
     page = (ROOT / "docs" / "parallel-modes.md").read_text().replace("\\\n", "")
     train_dali.main(re.search("train_dali.py (.* --links .*)", page)[1].split())

@@ -92,7 +92,8 @@ def speed(model: str) -> None:
     import bench
     import torch
 
-    from common.colossal import AMP_TYPE, shutdown
+    from common.engine.groups import shutdown
+    from common.engine.upstream import AMP_TYPE
     from common.launch.signals import stop_signals
     from common.model.flops import peak_images_per_s
     from common.model.vit import Attention, attend

@@ -21,8 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cifar10_benchmark.train import main as train_cifar10
-from common.colossal import AMP_TYPE, BaseHook, Trainer, gpc, resolve_parallel
 from common.config.load import load_config
+from common.engine.tensor_parallel.layout import resolve_parallel
+from common.engine.trainer import Trainer
+from common.engine.upstream import AMP_TYPE, BaseHook, gpc
 from common.files import ROOT
 from common.hardware import cores
 from common.metrics.metrics_file import read_metrics

@@ -37,7 +37,9 @@ SBATCH = (
 OWN_TRAINING = """
 import torch
 from torch import nn
-from common.colossal import ParallelMode, Trainer, gpc, initialize
+from common.engine.engine import initialize
+from common.engine.trainer import Trainer
+from common.engine.upstream import ParallelMode, gpc
 
 model = nn.Linear(4, 3)
 rank = gpc.get_global_rank()

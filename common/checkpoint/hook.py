@@ -23,7 +23,6 @@ from common.checkpoint.content import (
     read_about,
     read_trainer_state,
 )
-from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import (
     Tensors,
     checkpoint_path,
@@ -34,17 +33,12 @@ from common.checkpoint.save import (
     newest_checkpoint,
     write_checkpoint,
 )
-from common.colossal import (
-    BaseHook,
-    ParallelMode,
-    Trainer,
-    doing,
-    generator_states,
-    gpc,
-    set_generator_states,
-)
+from common.engine.collectives import ask_first_rank, gather
+from common.engine.groups import generator_states, set_generator_states
+from common.engine.lost_ranks import doing
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.errors import RankError, UserError
-from common.launch.detect import gather
 from common.launch.signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from common.checkpoint.content import read_trainer_state
 from common.checkpoint.save import list_checkpoints, write_checkpoint
 from common.checkpoint.saved_run import open_run
-from common.colossal import BaseHook, Trainer, gpc
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, gpc
 from common.launch.signals import stop_signals
 from common.metrics.metrics_file import read_metrics
 from common.run.run import Run

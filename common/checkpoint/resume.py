@@ -1,9 +1,9 @@
 """Which checkpoint a run resumes from, and which keys of the config may have changed since."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.checkpoint.content import (
     CONFIG,
@@ -15,11 +15,9 @@ from common.checkpoint.content import (
     show_changes,
 )
 from common.checkpoint.save import list_checkpoints, put_back_old
-from common.colossal import gpc
 from common.config.fields import flatten
 from common.config.plan import DataSummary
-from common.errors import AgreedError, UserError
-from common.launch.detect import gather
+from common.errors import UserError
 from common.metrics.loggers import warn
 from common.model.build import build_on_meta, state_shapes
 
@@ -57,24 +55,6 @@ HARMLESS = (
     "torch_ddp",
     "zero",
 )
-Answer = TypeVar("Answer")
-
-
-def ask_first_rank(question: Callable[[], Answer]) -> Answer:
-    """Return rank 0's answer to ``question()`` on all ranks, or raise its `UserError` or OSError as
-    `AgreedError`.
-    """
-    answer: Any = None
-    refusal = ""
-    if gpc.get_global_rank() == 0:
-        try:
-            answer = question()
-        except (UserError, OSError) as error:
-            refusal = str(error)
-    answer, refusal = gather((answer, refusal))[0]
-    if refusal:
-        raise AgreedError(refusal)
-    return answer
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:

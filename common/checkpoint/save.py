@@ -23,16 +23,16 @@ from common.checkpoint.content import (
     OPTIMIZER,
     check_shapes,
 )
-from common.colossal import (
+from common.engine.tensor_parallel.sharding import (
     canonical_state,
     cut_piece,
     gather_whole,
-    gpc,
     held_state,
     load_canonical_state,
     named_shards,
     whole_shape,
 )
+from common.engine.upstream import gpc
 from common.errors import UserError
 from common.files import read_text, sha256_of, sync
 from common.metrics.loggers import warn

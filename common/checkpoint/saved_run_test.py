@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.saved_run import open_run
-from common.colossal import AMP_TYPE
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.testing.tiny_task import NAMES, train
 

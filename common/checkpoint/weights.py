@@ -34,9 +34,9 @@ from common.checkpoint.foreign_weights import (
 )
 from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
-from common.colossal import kept_buffers
 from common.config.load import parse_settings, restore_config
 from common.config.model_keys import TIMM_DATA, pretrained_config
+from common.engine.tensor_parallel.sharding import kept_buffers
 from common.errors import UserError, first_line
 from common.files import read_bytes, read_names
 from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments

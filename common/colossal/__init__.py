@@ -1,47 +1,22 @@
-"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from
-`colossalai`.
+"""Colossal-AI's API for scripts of a user's own: ``from common import colossal as colossalai``.
+
+docs/from-colossalai-examples.md lists the names. Our own rooms import from `common.engine`.
 """
 
-# ruff: noqa: E402
-from common.hardware import prepare_torch
-
-prepare_torch()
-
-from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
-from common.colossal.context import (
-    allow_fake_launches,
-    fake_launch,
-    generator_states,
+import common.engine  # before any import of torch, which it prepares
+from common.colossal.launch import (
     get_default_parser,
-    join_groups,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
-    reduce_without_waiting,
-    set_generator_states,
-    shutdown,
 )
-from common.colossal.engine import Engine, Predictor, check_compile, explain_compiler, initialize
-from common.colossal.hooks import repair_hooks
-from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
-from common.colossal.tensor_parallel.layout import (
-    check_tensor_parallel,
-    describe_tensor_parallel,
-    resolve_parallel,
-)
-from common.colossal.tensor_parallel.sharding import (
-    canonical_state,
-    cut_piece,
-    gather_whole,
-    held_state,
-    kept_buffers,
-    load_canonical_state,
-    named_shards,
-    whole_shape,
-)
-from common.colossal.trainer import Trainer
-from common.colossal.upstream import (
+from common.engine.engine import Engine, initialize
+from common.engine.groups import shutdown
+from common.engine.hooks import repair_hooks
+from common.engine.tensor_parallel.sharding import named_shards
+from common.engine.trainer import Trainer
+from common.engine.upstream import (
     AMP_TYPE,
     Accuracy,
     BaseHook,
@@ -50,13 +25,12 @@ from common.colossal.upstream import (
     LinearWarmupLR,
     MultiTimer,
     ParallelMode,
-    all_reduce,
     disable_existing_loggers,
     get_accelerator,
     get_dataloader,
     get_dist_logger,
     gpc,
 )
-from common.colossal.zero import check_zero, shard_model
+from common.engine.zero import shard_model
 
 repair_hooks()

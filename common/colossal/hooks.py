@@ -1,46 +1,4 @@
-"""The originals' hooks, repaired, here and in `colossalai.legacy.trainer.hooks`."""
+"""The originals' hooks, repaired."""
 
-from copy import deepcopy
-from typing import Any
-
-import torch
-from colossalai.legacy.trainer.hooks import *  # noqa: F403, `upstream` has imported it without its log lines
-from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
-from torch import nn
-
-from common.colossal.tensor_parallel.sharding import canonical_state
-from common.colossal.upstream import gpc
-from common.hardware import peak_memory
-
-
-def report_memory_usage(message: str, logger: Any) -> None:
-    """Log the peak of this process; upstream's (legacy/utils/memory.py:94) needs a GPU."""
-    logger.info(f"{message}: peak memory {peak_memory() / 1e6:,.0f} MB")
-
-
-def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
-    """Write the epoch and the whole model; upstream's (legacy/utils/checkpointing.py:165) writes
-    rank 0's shards.
-
-    Its names have no ``module.`` in front, which DDP adds.
-    """
-    model = getattr(model, "module", model)
-    whole = dict(canonical_state(model))
-    if gpc.get_global_rank() == 0:
-        torch.save({"epoch": epoch, "model": whole}, file)
-
-
-def repair_hooks() -> None:
-    """Let upstream's hooks call the functions above."""
-    _log_hook.report_memory_usage, _checkpoint_hook.save_checkpoint = (
-        report_memory_usage,
-        save_checkpoint,
-    )
-    LossHook.needs_test_loss = True  # noqa: F405
-    for metric in (
-        _metric_hook.LossMetric,
-        _metric_hook.ThroughputMetric,
-    ):  # whose totals change when they are read
-        metric.get_accumulated_value = lambda self, read=metric.get_accumulated_value: read(
-            deepcopy(self)
-        )
+from common.engine.hooks import *  # noqa: F403
+from common.engine.hooks import save_checkpoint

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from common.colossal import AMP_TYPE
 from common.config.fields import check_given
 from common.config.schema import Config
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
 from common.files import read_bytes
 

@@ -9,12 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common.colossal import check_compile, check_zero, resolve_parallel
 from common.config.execute import CONFIGS, Overrides, evaluate, execute, override, replacing
 from common.config.fields import parse, values_of
 from common.config.model_keys import data_of
 from common.config.originals import IN_SECTIONS, RENAMED, read_original, read_sections
 from common.config.schema import Config, find_key
+from common.engine.compiler import check_compile
+from common.engine.tensor_parallel.layout import resolve_parallel
+from common.engine.zero import check_zero
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
 from common.files import short_path
 

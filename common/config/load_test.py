@@ -3,12 +3,12 @@ import re
 
 import pytest
 
-from common.colossal import AMP_TYPE
 from common.config.fields import flatten
 from common.config.load import load_config, restore_config
 from common.config.originals_test import IMAGENET, load, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, describe_keys, keys_as_markdown
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.files import ROOT
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.colossal import AMP_TYPE
 from common.config.load import find_config, load_config, load_own_config
 from common.config.plan import build_plan
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.task import find_task
 

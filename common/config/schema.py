@@ -13,7 +13,6 @@ from annotated_types import Predicate
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 
-from common.colossal import AMP_TYPE
 from common.config.fields import (
     Number,
     Options,
@@ -26,6 +25,7 @@ from common.config.fields import (
     values_of,
 )
 from common.config.model_keys import Model, TimmModel, choose_model
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
 from common.optim.schedules import SCHEDULES

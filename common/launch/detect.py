@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from common import colossal
+from common.engine.collectives import gather
+from common.engine.groups import join_groups
 from common.errors import LAUNCHERS, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
@@ -81,7 +81,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     )
 
 
-def start(
+def init_distributed(
     launch: Launch, config: Mapping[str, Any], shared: Mapping[str, str] | None = None
 ) -> None:
     """Join the process group, set device and seed (``SEED``), and put ``config`` into
@@ -103,7 +103,7 @@ def start(
             f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start "
             "fewer, or --backend gloo"
         )
-    colossal.join_groups(
+    join_groups(
         config,
         launch.rank,
         launch.world_size,
@@ -119,16 +119,6 @@ def start(
     )
     set_processes(gather(cpu_limits()))
     limit_threads()
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the ``value`` of each rank."""
-    values = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(
-            values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL)
-        )
-    return values
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:

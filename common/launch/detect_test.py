@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import ParallelMode, gpc, shutdown
+from common.engine.groups import shutdown
+from common.engine.upstream import ParallelMode, gpc
 from common.errors import RankError, UserError
 from common.hardware import rank_cores
-from common.launch.detect import Launch, add_launch_arguments, detect_launch, start
+from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.testing.ranks import run_ranks
 
 
@@ -149,7 +150,9 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     own GPU only.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options))
+    monkeypatch.setattr(
+        "common.launch.detect.join_groups", lambda *_, **options: used.append(options)
+    )
     monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
     used: list[dict] = []
@@ -157,7 +160,9 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
         RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer"
     )
     with refused if is_refused else nullcontext():
-        start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9})
+        init_distributed(
+            Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9}
+        )
     assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9, shared=None)] * (
         not is_refused
     )
@@ -165,7 +170,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
 
 def started_sum(environ: dict[str, str]) -> float:
     rank = os.environ["RANK"]
-    start(
+    init_distributed(
         detect("", environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}), {}
     )
     total = torch.tensor([gpc.get_global_rank() + 1.0])
@@ -184,7 +189,7 @@ def test_ranks_meet_at_a_name_and_the_derived_port():
 def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
     torch.set_num_threads(2)
     os.sched_setaffinity(0, cpus)
-    start(detect("", os.environ), {})
+    init_distributed(detect("", os.environ), {})
     shutdown()
     return rank_cores(), torch.get_num_threads()
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.colossal import BaseHook, ParallelMode, Trainer, all_reduce
 from common.config.plan import Plan
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, ParallelMode, all_reduce
 from common.hardware import peak_memory
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
 

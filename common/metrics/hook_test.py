@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.colossal import Trainer, initialize
 from common.config.plan import Plan
+from common.engine.engine import initialize
+from common.engine.trainer import Trainer
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
 from common.metrics.metrics_file import read_metrics
@@ -30,7 +31,7 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     monkeypatch.setattr(
         hook, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now, time=lambda: 0.0)
     )
-    monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr("common.engine.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
     with launched(gradient_accumulation=2):
         model = nn.Linear(3, 2)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.colossal import ParallelMode, Trainer, all_reduce, gpc
+from common.engine.trainer import Trainer
+from common.engine.upstream import ParallelMode, all_reduce, gpc
 from common.files import short_path, write_csv
 from common.metrics.measurement import Measurement
 from common.plot import build_figure, place_legend, save_figure

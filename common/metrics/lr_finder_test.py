@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from common.colossal import Trainer
+from common.engine.trainer import Trainer
 from common.metrics.lr_finder import LearningRateFinder, suggest_rate
 from common.metrics.metrics_file import read_metrics
 from common.testing.ranks import run_ranks

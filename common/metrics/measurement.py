@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.colossal import BaseHook
+from common.engine.upstream import BaseHook
 
 
 class Measurement(BaseHook):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, schedule
 
-from common.colossal import Trainer
+from common.engine.trainer import Trainer
 from common.files import short_path
 from common.metrics.measurement import Measurement
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.colossal import Engine, initialize, shard_model
 from common.config.fields import parse
 from common.config.model_keys import Model, TimmModel, pretrained_config
+from common.engine.engine import Engine, initialize
+from common.engine.zero import shard_model
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 from common.optim.build import build_optimizer

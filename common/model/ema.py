@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.colossal import BaseHook, Trainer, kept_buffers, named_shards
+from common.engine.tensor_parallel.sharding import kept_buffers, named_shards
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook
 
 
 class EmaHook(BaseHook):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common.colossal import compute_dtype, name_dtype
+from common.engine.amp import compute_dtype, name_dtype
 from common.errors import UserError, first_line
 from common.hardware import is_fast
 from common.model.build import build_on_meta

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.colossal import AMP_TYPE
+from common.engine.upstream import AMP_TYPE
 from common.model.build import build_model, freeze
 from common.model.flops import (
     FlopCount,

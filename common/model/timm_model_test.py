@@ -14,10 +14,10 @@ from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import fit_pretrained
-from common.colossal import MixedPrecision, ParallelMode, gpc
-from common.colossal.amp import Cast
-from common.colossal.amp_test import MODES
 from common.config.load import load_config
+from common.engine.amp import Cast, MixedPrecision
+from common.engine.amp_test import MODES
+from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
 from common.model.build import build_model, build_on_meta, build_training
 from common.model.flops import flops_per_image

@@ -14,13 +14,15 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from common.colossal import gpc, named_shards, whole_shape
-from common.colossal.tensor_parallel.sharding import (
+from common.engine.tensor_parallel.sharding import (
     is_sharded,
     map_whole,
+    named_shards,
     reduce_norms,
     sharing_group,
+    whole_shape,
 )
+from common.engine.upstream import gpc
 from common.errors import UserError
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices

@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from common.colossal import CosineAnnealingWarmupLR, LinearWarmupLR
+from common.engine.upstream import CosineAnnealingWarmupLR, LinearWarmupLR
 from common.model.build import build_model, timm_arguments
 from common.optim.build import OPTIMIZERS, build_optimizer
 from common.optim.lamb import Lamb

@@ -8,7 +8,7 @@ import torch
 from timm.optim.lamb import Lamb as TimmLamb
 from torch import nn
 
-from common.colossal import Lamb as ColossalaisLamb
+from common.engine.upstream import Lamb as ColossalaisLamb
 from common.optim.lamb import Lamb
 
 SHAPES = [(64, 48), (48,), (3, 5, 7), (9,), (33, 70)]

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype, resolve_parallel
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
 from common.config.schema import all_keys
+from common.engine.amp import compute_dtype, name_dtype
+from common.engine.tensor_parallel.layout import describe_tensor_parallel, resolve_parallel
 from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters

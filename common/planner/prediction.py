@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.colossal import (
-    check_compile,
-    check_tensor_parallel,
-    check_zero,
-    compute_dtype,
-    name_dtype,
-)
 from common.config.plan import Plan
+from common.engine.amp import compute_dtype, name_dtype
+from common.engine.compiler import check_compile
+from common.engine.tensor_parallel.layout import check_tensor_parallel
+from common.engine.zero import check_zero
 from common.errors import UserError
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import PEAKS

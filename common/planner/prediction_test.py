@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from common.colossal import resolve_parallel
 from common.config.load import load_config
 from common.config.plan import build_plan
+from common.engine.tensor_parallel.layout import resolve_parallel
 from common.errors import UserError
 from common.planner.cluster import Cluster
 from common.planner.prediction import Planner, Prediction, check_limits

@@ -20,20 +20,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.colossal import (
-    Engine,
-    ParallelMode,
-    allow_fake_launches,
-    compute_dtype,
-    fake_launch,
-    gpc,
-    name_dtype,
-    named_shards,
-    reduce_without_waiting,
-)
+from common.engine.amp import compute_dtype, name_dtype
+from common.engine.engine import Engine
+from common.engine.tensor_parallel.sharding import named_shards
+from common.engine.upstream import ParallelMode, gpc
 from common.model.build import build_on_meta, build_training
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
+from common.planner.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 
 # PyTorch's operation: its usual name, and the index of the message argument
 COLLECTIVES = {

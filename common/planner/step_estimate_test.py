@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile, record_function
 
-from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
+from common.engine.tensor_parallel.layout import resolve_parallel
+from common.engine.upstream import AMP_TYPE
 from common.model.build import build_training
 from common.planner.step_estimate import Traffic, estimate_step
 from common.testing.parity_cases import CASES, MODEL

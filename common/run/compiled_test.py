@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.checkpoint.saved_run import open_run
-from common.colossal import engine
+from common.engine import engine
 from common.metrics.metrics_file import read_metrics
 from common.testing import tiny_task
 from common.testing.commands import run_forked

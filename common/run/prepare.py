@@ -14,10 +14,11 @@ from common.checkpoint.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.checkpoint.content import CONFIG, RunInfo, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source
-from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
+from common.engine.amp import MixedPrecision, build_mixed_precision, name_dtype
+from common.engine.tensor_parallel.layout import check_tensor_parallel
 from common.errors import (
     UserError,
     command_parser,

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
-from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
-from common.colossal import BaseHook, ParallelMode, get_accelerator, gpc, shutdown
 from common.config.plan import Plan
+from common.engine.collectives import ask_first_rank
+from common.engine.groups import shutdown
+from common.engine.upstream import BaseHook, ParallelMode, get_accelerator, gpc
 from common.errors import UserError, print_wrapped
 from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.signals import exit_stopped, signal_name, stop_signals

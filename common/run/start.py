@@ -13,21 +13,23 @@ from common.checkpoint.content import CONFIG, RunInfo, read_about, read_trainer_
 from common.checkpoint.resume import (
     AUTO,
     NEVER,
-    ask_first_rank,
     check_changes,
     check_data,
     choose_checkpoint,
     finished_step,
     note_start,
 )
-from common.colossal import explain_compiler, progress, shutdown
 from common.config.fields import flatten
 from common.config.plan import Plan
 from common.data.sampler import window_bytes
+from common.engine.collectives import ask_first_rank
+from common.engine.compiler import explain_compiler
+from common.engine.groups import shutdown
+from common.engine.lost_ranks import progress
 from common.errors import AT_END, EXPLAIN, LAUNCHERS, UserError, first_line, print_wrapped
 from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes, package_versions
-from common.launch.detect import MPI, detect_launch, start
+from common.launch.detect import MPI, detect_launch, init_distributed
 from common.launch.signals import stop_signals
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
@@ -72,7 +74,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     ]
     has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
     stop_signals.install(has_parent, progress, config["TIMEOUT"])
-    start(launch, config, shared_by_ranks(args, prepared))
+    init_distributed(launch, config, shared_by_ranks(args, prepared))
     output = output_folder(args, config)
     AT_END.callback(remove_unused, output)
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))

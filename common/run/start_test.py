@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from common.colossal import amp, shutdown
 from common.config.load import load_config
+from common.engine import amp
+from common.engine.groups import shutdown
 from common.errors import UserError
 from common.planner.cluster import Cluster, cluster_here
 from common.run.prepare import parse_arguments

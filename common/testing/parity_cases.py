@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc
+from common.engine.engine import Engine
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.model.build import build_model, build_training
 from common.testing.ranks import launched
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.colossal import join_groups, shutdown
+from common.engine.groups import join_groups, shutdown
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}

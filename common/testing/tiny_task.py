@@ -13,11 +13,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.colossal import Trainer, gpc
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_classes, list_folders
 from common.data.loader import Loader
+from common.engine.trainer import Trainer
+from common.engine.upstream import gpc
 from common.model.build import build_model, build_training, timm_arguments
 from common.run.start import start_run
 from common.task import TASKS, Task

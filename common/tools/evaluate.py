@@ -22,13 +22,17 @@ from common.checkpoint.classes import ORDER_HELP, ORDERS, match_classes, order_c
 from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
-from common.colossal import ParallelMode, Predictor, all_reduce, naming_lost_ranks, shutdown
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS, note_missing
+from common.engine.collectives import gather
+from common.engine.groups import shutdown
+from common.engine.lost_ranks import naming_lost_ranks
+from common.engine.predictor import Predictor
+from common.engine.upstream import ParallelMode, all_reduce
 from common.errors import UserError, format_table, list_some, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
-from common.launch.detect import add_launch_arguments, detect_launch, gather, start
+from common.launch.detect import add_launch_arguments, detect_launch, init_distributed
 from common.metrics.hook import average, best_classes, count_correct
 from common.metrics.metrics_file import finite
 from common.plot import build_figure, save_figure
@@ -69,7 +73,7 @@ def main(argv: list[str]) -> None:
     labels_of, warning = match_labels(run, summary, args.class_order)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
     own_file(output / "evaluation.json")  # refuses a path that cannot be written before the work
-    start(launch, run.config | {"parallel": None})  # the model is not sharded
+    init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
     if launch.rank == 0:
         _print_start(run, summary, warning, is_own_data=not (args.data or args.split))
     predict = Predictor(run.load_model(), run.config)

@@ -16,8 +16,8 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score, top
 from torchvision.datasets import ImageFolder
 
 from common.checkpoint.saved_run import SavedRun
-from common.colossal import shutdown
 from common.config.plan import DataSummary
+from common.engine.groups import shutdown
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked

@@ -20,9 +20,9 @@ from PIL import UnidentifiedImageError
 
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
-from common.colossal import Predictor
 from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.image_folder import MAX_BYTES, UNREADABLE, decode_image, list_files
+from common.engine.predictor import Predictor
 from common.errors import UserError, printable
 from common.files import read_bytes, short_path
 from common.task import find_task

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
-from common.colossal import ParallelMode, gpc, join_groups, shutdown, upstream
-from common.colossal.upstream import check_version
+from common.engine import upstream
+from common.engine.groups import join_groups, shutdown
+from common.engine.upstream import ParallelMode, check_version, gpc
 from common.errors import UserError
 from common.testing.commands import run_python
 from common.testing.ranks import launched, run_ranks

@@ -11,9 +11,11 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
-from common.colossal import BaseHook, Trainer, gpc, initialize
-from common.colossal.hooks import LossHook, LRSchedulerHook
-from common.colossal.step_optimizer import OncePerStep
+from common.engine.engine import initialize
+from common.engine.hooks import LossHook, LRSchedulerHook
+from common.engine.step_optimizer import OncePerStep
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, gpc
 from common.errors import AgreedError, UserError
 from common.testing.ranks import launched, run_ranks
 
@@ -66,7 +68,7 @@ def fit(
 
 def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
     reported: list[str] = []
-    monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
+    monkeypatch.setattr("common.engine.trainer.doing", reported.append)
     recorder = Recorder()
     fit([recorder], batches=2, test_batches=1)
     assert [name for name, _ in recorder.values] == [
@@ -95,7 +97,7 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
 def test_counts_with_accumulation(monkeypatch):
     # a second passes between two looks at the clock
     monkeypatch.setattr(
-        "common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__)
+        "common.engine.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__)
     )
     counts = Recorder(
         lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch)

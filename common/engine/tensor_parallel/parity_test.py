@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.colossal import gather_whole, gpc, named_shards
-from common.colossal.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.sharding import gather_whole, named_shards
+from common.engine.upstream import gpc
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import (
     ACCUMULATION,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.colossal.tensor_parallel.layers import (
+from common.engine.tensor_parallel.layers import (
     ColumnLinear,
     LayerNorm,
     Linear2D,
@@ -20,8 +20,8 @@ from common.colossal.tensor_parallel.layers import (
     OwnRandom,
     RowLinear,
 )
-from common.colossal.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
-from common.colossal.upstream import (
+from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
+from common.engine.upstream import (
     ParallelMode,
     gather_forward_split_backward,
     gpc,

@@ -2,14 +2,9 @@
 the config.
 """
 
-import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
-from common.colossal.amp import MixedPrecision, build_mixed_precision
-from common.colossal.lost_ranks import naming_lost_ranks
-from common.colossal.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
-from common.colossal.tensor_parallel.sharding import is_sharded, kept_buffers, named_shards
-from common.colossal.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
-from common.colossal.zero import set_communication
-from common.errors import UserError, first_line, is_first_process
-from common.hardware import limit_threads
-
-GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
+from common.engine.amp import MixedPrecision, build_mixed_precision
+from common.engine.compiler import compile_model, should_compile
+from common.engine.lost_ranks import naming_lost_ranks
+from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
+from common.engine.tensor_parallel.sharding import is_sharded, kept_buffers, named_shards
+from common.engine.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
+from common.engine.zero import set_communication
+from common.errors import UserError
 
 
 class Engine(UpstreamEngine):
@@ -231,103 +224,3 @@ def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]
     return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options)
-
-
-class Predictor:
-    """Map images on any device to float32 logits on ``device``."""
-
-    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Move ``model`` in place to this process's device and to the precision of ``config``
-        (``fp16``, ``TF32``).
-        """
-        limit_threads()
-        set_backends(config)
-        self.device = get_accelerator().get_current_device()
-        self._precision = build_mixed_precision(config["fp16"], self.device.type)
-        if config["fp16"] and is_first_process():  # on stderr: stdout is the result
-            print(self._precision.warning or self._precision.note, file=sys.stderr, flush=True)
-        self._model = self._precision.apply(model.to(self.device).eval())
-
-    @torch.no_grad()
-    def __call__(self, images_BCYX: Tensor) -> Tensor:
-        with self._precision.autocast(self.device):
-            return self._model(images_BCYX.to(self.device)).float()
-
-
-def check_compile(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's
-    autograd functions.
-    """
-    asked = config.get("COMPILE")
-    if asked and config["parallel"]["tensor"]["size"] > 1:
-        raise UserError(
-            f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor "
-            "mode"
-        )
-
-
-def should_compile(asked: bool | str | None, device_type: str) -> bool:
-    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without
-    tensor parallelism.
-
-    Raises `UserError` as `check_compile` does. Warns if no compiler is available.
-    """
-    check_compile(gpc.config)
-    if asked is False or (
-        asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")
-    ):
-        return False
-    missing = _missing(device_type)
-    if missing and is_first_process():
-        print(f"warning: the model is not compiled: missing {missing}", file=sys.stderr, flush=True)
-    return not missing
-
-
-def _missing(device_type: str) -> str:
-    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if
-    nothing.
-    """
-    variable, language, usual = (
-        ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
-    )
-    compilers = [os.environ[variable]] if variable in os.environ else usual
-    if not any(map(shutil.which, compilers)):
-        return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if header.exists() else f"{header}; install Python's development files"
-
-
-def explain_compiler(error: Exception) -> str:
-    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any
-    other.
-    """
-    if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton.")):
-        return ""
-    return (
-        "the model could not be compiled: --set COMPILE=False trains without a compiler "
-        f"({first_line(error)})"
-    )
-
-
-def compile_model(
-    model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor"
-) -> None:
-    """Compile ``model`` in place; names stay the same.
-
-    ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are
-    compiled once, and with several ranks gradients are reduced while the backward pass continues; a
-    whole model has all its gradients at the end. "max-autotune" measures several kernels for each
-    matrix product and takes the fastest, without CUDA graphs: one graph for all blocks would be
-    recorded anew for the weights of each.
-    """
-    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops
-    # compiling
-    blocks = list(getattr(model, "blocks", [model]))
-    limit = GRAPHS_PER_BLOCK * len(blocks)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with
-    # communication
-    torch._dynamo.config.optimize_ddp = False
-    mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
-    for part in [model] if how == "model" else blocks:
-        part.compile(backend=backend, mode=mode)

@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from common.colossal.engine import Engine
-from common.colossal.lost_ranks import doing, naming_lost_ranks
-from common.colossal.step_optimizer import OncePerStep
-from common.colossal.tensor_parallel.sharding import broadcast_buffers
-from common.colossal.upstream import (
+from common.engine.engine import Engine
+from common.engine.lost_ranks import doing, naming_lost_ranks
+from common.engine.step_optimizer import OncePerStep
+from common.engine.tensor_parallel.sharding import broadcast_buffers
+from common.engine.upstream import (
     BaseHook,
     DataParallelSampler,
     LRSchedulerHook,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.colossal.upstream import ParallelMode, gpc
+from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError, nearest_multiples
 
 TENSOR = ParallelMode.TENSOR

@@ -5,9 +5,10 @@ simulated_gpu_test.py have more.
 import pytest
 import torch
 
-from common.colossal import gpc, initialize, named_shards
-from common.colossal.amp_test import MODES
-from common.colossal.tensor_parallel.sharding import canonical_state
+from common.engine.amp_test import MODES
+from common.engine.engine import initialize
+from common.engine.tensor_parallel.sharding import canonical_state, named_shards
+from common.engine.upstream import gpc
 from common.errors import UserError
 from common.testing.parity_cases import build_engine, fit, launched_clipping, micro_batches
 from common.testing.ranks import run_ranks

@@ -10,9 +10,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.colossal.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
-from common.colossal.upstream import OptimizerWrapper
-from common.colossal.zero import collect_gradients
+from common.engine.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
+from common.engine.upstream import OptimizerWrapper
+from common.engine.zero import collect_gradients
 from common.errors import AgreedError, UserError
 
 MAX_SKIPPED = 20  # consecutive updates

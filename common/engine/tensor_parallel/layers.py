@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.colossal.tensor_parallel.layout import (
+from common.engine.tensor_parallel.layout import (
     COL_2D,
     COL_2P5D,
     DEPTH_2P5D,
@@ -36,7 +36,7 @@ from common.colossal.tensor_parallel.layout import (
     TENSOR,
     WEIGHT_3D,
 )
-from common.colossal.upstream import (
+from common.engine.upstream import (
     Matmul3D,
     Matmul_AB_2D,
     Matmul_AB_2p5D,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from common.colossal import check_tensor_parallel
-from common.colossal.tensor_parallel.layout import resolve_parallel
+from common.engine.tensor_parallel.layout import check_tensor_parallel, resolve_parallel
 from common.errors import UserError
 from common.testing.parity_cases import MODEL
 

@@ -1,13 +1,7 @@
-"""Process groups and random state: Colossal-AI's parallel context, repaired; launches of every
-kind.
-"""
+"""Process groups and random state: Colossal-AI's parallel context, repaired."""
 
-import argparse
-import os
 import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,18 +9,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-# registers the backend "fake", whose collectives do nothing
-import torch.testing._internal.distributed.fake_pg
-from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.nn.parallel import DistributedDataParallel
-
-from common.colossal import upstream
-from common.colossal.lost_ranks import Watcher, open_store
-from common.colossal.tensor_parallel import layers
-from common.colossal.tensor_parallel.layout import resolve_parallel
-from common.colossal.upstream import (
+from common.engine.lost_ranks import Watcher, open_store
+from common.engine.tensor_parallel.layout import resolve_parallel
+from common.engine.upstream import (
     Config,
     ParallelContext,
     ParallelMode,
@@ -181,125 +168,6 @@ def shutdown() -> None:
     """Leave the process groups of the last launch, if any."""
     if gpc.is_initialized(ParallelMode.GLOBAL):
         gpc.destroy()
-
-
-def get_default_parser() -> argparse.ArgumentParser:
-    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54),
-    which needs GPUs.
-    """
-    parser = upstream.get_default_parser()
-    parser.set_defaults(backend=None)
-    parser.add_argument("--local-rank", type=int)  # as torch.distributed.launch writes it
-    return parser
-
-
-def launch(
-    config: Any,
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    backend: str | None = None,
-    **more: Any,
-) -> None:
-    """Join the process groups as rank ``rank``; see `_launch`."""
-    _launch(
-        join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more
-    )
-
-
-def launch_from_slurm(
-    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
-) -> None:
-    """Join the process groups as a task of srun; see `_launch`."""
-    host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
-    _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
-
-
-def launch_from_openmpi(
-    config: Any, host: str, port: int, backend: str | None = None, **more: Any
-) -> None:
-    """Join the process groups as a task of mpirun; see `_launch`."""
-    _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
-
-
-def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> None:
-    """Join the process groups as a process of torchrun; see `_launch`."""
-    _launch(upstream.launch_from_torch, config, backend, **more)
-
-
-def _launch(start: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
-    """Launch a script of a user's own, with a dict, a file or a recipe, resolved as for a train.py.
-
-    ``backend`` defaults to nccl on GPUs and gloo on CPUs.
-    """
-    from common.config.load import (
-        load_own_config,
-    )  # the one import upwards: layering_test.py says why
-
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    start(config=load_own_config(config), backend=backend, **more)
-
-
-def allow_fake_launches() -> None:
-    """Permanently patch functions that read tensor values or query hardware, for `fake_launch`."""
-    new_group = dist.new_group
-
-    def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
-        return new_group(ranks, backend="fake") if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
-
-    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
-    dist.new_group = new_fake_group
-    RepairedContext.detect_num_processes_on_current_node = lambda context: (
-        None
-    )  # gathers host names
-    layers._random_stream = lambda device, number: nullcontext()  # reads a random state
-    Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
-    # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the
-    # first
-    _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [
-        tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))
-    ]
-    nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
-    warnings.simplefilter("ignore")  # the run itself will warn
-
-
-@contextmanager
-def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
-    """Launch as rank 0 of ``world_size`` on the CPU; collectives return at once and do nothing.
-
-    For tensors of `torch._subclasses.FakeTensorMode`, after `allow_fake_launches`.
-    """
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        join_groups(config, 0, world_size, "", 0, backend="fake", verbose=False)
-    try:
-        yield
-    finally:
-        shutdown()
-
-
-def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(target)
-    return model
-
-
-def reduce_without_waiting(engine: Any) -> None:
-    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which
-    is empty.
-    """
-    if isinstance(engine.model, DistributedDataParallel):
-        engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
-
-
-def _reduce_bucket(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    dist.all_reduce(buffer, group=group)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
 
 
 def generator_states() -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, named_shards
-from common.colossal.amp_test import MODES
+from common.engine.amp_test import MODES
+from common.engine.engine import Engine, initialize
+from common.engine.tensor_parallel.sharding import named_shards
+from common.engine.upstream import AMP_TYPE, ParallelMode, gpc
 from common.errors import AgreedError
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import (

@@ -15,7 +15,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from common.colossal.upstream import gpc
+from common.engine.upstream import gpc
 from common.errors import LAUNCHERS, RankError, UserError, print_wrapped
 from common.files import fingerprint_of
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import doing, join_groups, lost_ranks, naming_lost_ranks, shutdown
-from common.colossal.lost_ranks import POLL, Watcher, open_store
+from common.engine import lost_ranks
+from common.engine.groups import join_groups, shutdown
+from common.engine.lost_ranks import POLL, Watcher, doing, naming_lost_ranks, open_store
 from common.errors import RankError, UserError
 from common.testing.commands import forked, run_python
 from common.testing.ranks import free_port, launched, run_ranks
@@ -102,17 +103,19 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
 
 OUT_OF_MEMORY = """
 import atexit
-from common import colossal, errors
+from common import errors
+from common.engine import groups
+from common.engine.lost_ranks import naming_lost_ranks
 
-@colossal.naming_lost_ranks()
+@naming_lost_ranks()
 def train(_):
     print("started")
     raise MemoryError("out of memory")
 
-colossal.join_groups({}, 0, 1, "", 0, "gloo", verbose=False, timeout=60)
+groups.join_groups({}, 0, 1, "", 0, "gloo", verbose=False, timeout=60)
 atexit.register(print, "cleaned up")
-colossal.gpc.watcher = colossal.context.Watcher(0, 1, 60)
-colossal.context.dist.get_backend = lambda: "nccl"
+groups.gpc.watcher = groups.Watcher(0, 1, 60)
+groups.dist.get_backend = lambda: "nccl"
 errors.EXPLAIN.append(str)
 errors.run_command(train)
 """

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, amp, gpc, initialize
-from common.colossal.amp import build_mixed_precision, compute_dtype
+from common.engine import amp
+from common.engine.amp import build_mixed_precision, compute_dtype
+from common.engine.engine import initialize
+from common.engine.upstream import AMP_TYPE, gpc
 from common.testing.parity_cases import CASES, build_engine, fit, launched_clipping
 from common.testing.ranks import launched, run_ranks
 

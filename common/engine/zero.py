@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as DimensionShard
 
-from common.colossal.amp import Cast, build_mixed_precision
-from common.colossal.tensor_parallel.layout import Shard
-from common.colossal.tensor_parallel.sharding import shard_tensor_parallel
-from common.colossal.upstream import ParallelMode, get_accelerator, gpc
+from common.engine.amp import Cast, build_mixed_precision
+from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.sharding import shard_tensor_parallel
+from common.engine.upstream import ParallelMode, get_accelerator, gpc
 from common.errors import UserError
 
 DATA = ParallelMode.DATA

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.colossal import engine as engine_module
-from common.colossal import gpc, initialize
-from common.colossal.engine import WholeSteps, compile_model, should_compile
+from common.engine import compiler
+from common.engine.compiler import compile_model, should_compile
+from common.engine.engine import WholeSteps, initialize
+from common.engine.upstream import gpc
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import Traffic
 from common.testing.parity_cases import build_tiny_model
@@ -98,7 +99,7 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):
 
 
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
-    monkeypatch.setattr(engine_module, "_missing", lambda _: "")
+    monkeypatch.setattr(compiler, "_missing", lambda _: "")
     with launched():
         asked = [(asked, device) for asked in (None, True, False) for device in ("cuda", "cpu")]
         assert [should_compile(*case) for case in asked] == [True, False, True, True, False, False]

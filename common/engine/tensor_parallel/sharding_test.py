@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.colossal import ParallelMode, describe_tensor_parallel, gpc, shard_model
-from common.colossal.tensor_parallel.layers import LayerNorm
-from common.colossal.tensor_parallel.layout import LAYOUTS, ROW_2D
+from common.engine.tensor_parallel.layers import LayerNorm
+from common.engine.tensor_parallel.layout import LAYOUTS, ROW_2D, describe_tensor_parallel
+from common.engine.upstream import ParallelMode, gpc
+from common.engine.zero import shard_model
 from common.testing.parity_cases import (
     CASES,
     blended_loss,

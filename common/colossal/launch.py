@@ -1,0 +1,66 @@
+"""Launch a script of a user's own, as upstream's functions of the same names do."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common.config.load import load_own_config
+from common.engine import upstream
+from common.engine.groups import join_groups
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54),
+    which needs GPUs.
+    """
+    parser = upstream.get_default_parser()
+    parser.set_defaults(backend=None)
+    parser.add_argument("--local-rank", type=int)  # as torch.distributed.launch writes it
+    return parser
+
+
+def launch(
+    config: Any,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    **more: Any,
+) -> None:
+    """Join the process groups as rank ``rank``; see `_launch`."""
+    _launch(
+        join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more
+    )
+
+
+def launch_from_slurm(
+    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
+) -> None:
+    """Join the process groups as a task of srun; see `_launch`."""
+    host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
+    _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
+
+
+def launch_from_openmpi(
+    config: Any, host: str, port: int, backend: str | None = None, **more: Any
+) -> None:
+    """Join the process groups as a task of mpirun; see `_launch`."""
+    _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
+
+
+def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a process of torchrun; see `_launch`."""
+    _launch(upstream.launch_from_torch, config, backend, **more)
+
+
+def _launch(start: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
+    """Launch a script of a user's own, with a dict, a file or a recipe, resolved as for a train.py.
+
+    ``backend`` defaults to nccl on GPUs and gloo on CPUs.
+    """
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    start(config=load_own_config(config), backend=backend, **more)

@@ -1,0 +1,37 @@
+"""What ranks tell each other outside of a step: Python objects, and one rank's answer for all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from common.engine.upstream import ParallelMode, gpc
+from common.errors import AgreedError, UserError
+
+Answer = TypeVar("Answer")
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the ``value`` of each rank, in their order."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return values
+
+
+def ask_first_rank(question: Callable[[], Answer]) -> Answer:
+    """Return rank 0's answer to ``question()`` on all ranks.
+
+    Its `UserError` or OSError is raised on all ranks, as `AgreedError`.
+    """
+    answer: Any = None
+    refusal = ""
+    if gpc.get_global_rank() == 0:
+        try:
+            answer = question()
+        except (UserError, OSError) as error:
+            refusal = str(error)
+    answer, refusal = gather((answer, refusal))[0]
+    if refusal:
+        raise AgreedError(refusal)
+    return answer

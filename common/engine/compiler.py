@@ -1,0 +1,96 @@
+"""torch.compile: whether and what to compile, and what to do where it fails."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.engine.upstream import ParallelMode, gpc
+from common.errors import UserError, first_line, is_first_process
+
+GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
+
+
+def check_compile(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's
+    autograd functions.
+    """
+    asked = config.get("COMPILE")
+    if asked and config["parallel"]["tensor"]["size"] > 1:
+        raise UserError(
+            f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor "
+            "mode"
+        )
+
+
+def should_compile(asked: bool | str | None, device_type: str) -> bool:
+    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without
+    tensor parallelism.
+
+    Raises `UserError` as `check_compile` does. Warns if no compiler is available.
+    """
+    check_compile(gpc.config)
+    if asked is False or (
+        asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")
+    ):
+        return False
+    missing = _missing(device_type)
+    if missing and is_first_process():
+        print(f"warning: the model is not compiled: missing {missing}", file=sys.stderr, flush=True)
+    return not missing
+
+
+def _missing(device_type: str) -> str:
+    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if
+    nothing.
+    """
+    variable, language, usual = (
+        ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
+    )
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if not any(map(shutil.which, compilers)):
+        return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.exists() else f"{header}; install Python's development files"
+
+
+def explain_compiler(error: Exception) -> str:
+    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any
+    other.
+    """
+    if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton.")):
+        return ""
+    return (
+        "the model could not be compiled: --set COMPILE=False trains without a compiler "
+        f"({first_line(error)})"
+    )
+
+
+def compile_model(
+    model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor"
+) -> None:
+    """Compile ``model`` in place; names stay the same.
+
+    ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are
+    compiled once, and with several ranks gradients are reduced while the backward pass continues; a
+    whole model has all its gradients at the end. "max-autotune" measures several kernels for each
+    matrix product and takes the fastest, without CUDA graphs: one graph for all blocks would be
+    recorded anew for the weights of each.
+    """
+    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops
+    # compiling
+    blocks = list(getattr(model, "blocks", [model]))
+    limit = GRAPHS_PER_BLOCK * len(blocks)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with
+    # communication
+    torch._dynamo.config.optimize_ddp = False
+    mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
+    for part in [model] if how == "model" else blocks:
+        part.compile(backend=backend, mode=mode)

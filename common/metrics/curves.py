@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +13,62 @@ DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
 
 
 class Curves:
-    """Redraw loss.jpeg and acc.jpeg after evaluations, at most every `DRAWING_EVERY` seconds, and
-    at the end.
-    """
+    """Redraw the pictures at the end, and every `DRAWING_EVERY` seconds after an evaluation."""
 
     def __init__(self, folder: Path, *_: int):
-        self.folder, self.stale, self.drawn = folder, False, time.perf_counter()
+        self.folder = folder
+        self.is_stale = False
+        self.drawn = time.perf_counter()
 
     def __call__(self, metrics: Metrics) -> None:
-        self.stale = True
+        self.is_stale = True
         if metrics["kind"] == "eval" and time.perf_counter() - self.drawn >= DRAWING_EVERY:
             self.close()
 
     def close(self) -> None:
-        if self.stale:
+        if self.is_stale:
             draw_curves(self.folder)
-            self.drawn, self.stale = time.perf_counter(), False
+            self.drawn = time.perf_counter()  # after it, as drawing takes time
+            self.is_stale = False
 
 
 def name_loss(config: Mapping[str, Any]) -> str:
     """Return what the training loss is; that of an evaluation is always the cross-entropy."""
-    name = "cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"
-    parts = [
-        f"{key} {config[key]}" for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX") if config.get(key)
-    ]
-    return ", ".join([name, *(part.lower().replace("_", " ") for part in parts)])
+    parts = ["cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"]
+    for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX"):
+        if config.get(key):
+            parts.append(f"{key.lower().replace('_', ' ')} {config[key]}")
+    return ", ".join(parts)
 
 
 def draw_curves(folder: Path) -> None:
-    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: loss.jpeg and
-    acc.jpeg.
-    """
-    lines = read_metrics(folder)
+    """Plot a run's losses to loss.jpeg, and its top-1 and top-5 accuracy to acc.jpeg."""
+    records = read_metrics(folder)
     about = folder / "config.json"
     config = json.loads(about.read_text())["config"] if about.exists() else {}
+
+    def draw(picture: str, ylabel: str, scale: float, curves: Sequence[tuple[str, ...]]) -> None:
+        figure, axes = build_figure()
+        for kind, metric, label, style in curves:
+            drawn = [record for record in records if record["kind"] == kind and metric in record]
+            axes.plot(
+                [record["step"] for record in drawn],
+                [scale * record[metric] for record in drawn],
+                style,
+                color="tab:blue",
+                alpha=0.45 if kind == "train" else 1.0,
+                label=label,
+                markersize=4,
+            )
+        axes.set(xlabel="optimizer step", ylabel=ylabel)
+        axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
+        place_legend(axes)
+        save_figure(figure, folder / picture)
+
     losses = [
         ("train", "loss", f"training: {name_loss(config)}", "-"),
         ("eval", "loss", "evaluation: cross-entropy", "o-"),
     ]
     accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]
-    pictures = [("loss", "loss", 1.0, losses), ("acc", "accuracy (%)", 100.0, accuracies)]
-    for name, label, scale, curves in pictures:
-        figure, axes = build_figure()
-        for kind, key, title, style in curves:
-            drawn = [line for line in lines if line["kind"] == kind and key in line]
-            steps, values = [line["step"] for line in drawn], [scale * line[key] for line in drawn]
-            shade = 0.45 if kind == "train" else 1.0
-            axes.plot(
-                steps, values, style, color="tab:blue", alpha=shade, label=title, markersize=4
-            )
-        axes.set(xlabel="optimizer step", ylabel=label)
-        axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
-        place_legend(axes)
-        save_figure(figure, folder / f"{name}.jpeg")
+    draw("loss.jpeg", "loss", 1, losses)
+    draw("acc.jpeg", "accuracy (%)", 100, accuracies)

@@ -13,14 +13,14 @@ from common.files import short_path, write_csv
 from common.metrics.measurement import Measurement
 from common.plot import build_figure, place_legend, save_figure
 
-STEPS = 120  # of a range test: 20 for each factor of ten
-LOWEST, HIGHEST = 1e-5, 10.0
+STEPS = 120  # 20 for each factor of ten between the rates
+LOWEST = 1e-5
+HIGHEST = 10.0
 SMOOTHING = 0.9  # weight of the previous average
 DIVERGED = 4.0  # times the lowest smoothed loss
 SAFETY = 10.0  # divides the rate with the lowest loss
-SIGNIFICANT = (
-    1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
-)
+# Standard deviations by which the loss must fall. Noise alone falls so far in 3 % of tests.
+SIGNIFICANT = 1.3
 
 
 class LearningRateFinder(Measurement):
@@ -38,15 +38,16 @@ class LearningRateFinder(Measurement):
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
         trainer.engine.lr_scheduler = None
-        rates = [
-            group.get("initial_lr", group["lr"]) for group in trainer.engine.optimizer.param_groups
-        ]
-        self.factors = [rate / max(rates) for rate in rates]  # of layer decay
+        # the groups' rates differ by layer decay; "lr" may be a warm-up's
+        groups = trainer.engine.optimizer.param_groups
+        rates = [group.get("initial_lr", group["lr"]) for group in groups]
+        self.factors = [rate / max(rates) for rate in rates]
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
         self.average = 0.0
         self._set_rate(trainer)
 
     def _set_rate(self, trainer: Trainer) -> None:
+        """Set the rate of the next step."""
         share = len(self.rows) / max(self.total_steps - 1, 1)
         for group, factor in zip(trainer.engine.optimizer.param_groups, self.factors, strict=True):
             group["lr"] = factor * LOWEST * (HIGHEST / LOWEST) ** share
@@ -56,9 +57,8 @@ class LearningRateFinder(Measurement):
         if not trainer.update_done:
             return
         # equal on all ranks, so that they stop together
-        loss_of_step = all_reduce(self.loss, ParallelMode.GLOBAL).item() / gpc.get_world_size(
-            ParallelMode.GLOBAL
-        )
+        total = all_reduce(self.loss, ParallelMode.GLOBAL).item()
+        loss_of_step = total / gpc.get_world_size(ParallelMode.GLOBAL)
         self.loss = torch.zeros_like(self.loss)
         self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
         smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))
@@ -66,14 +66,15 @@ class LearningRateFinder(Measurement):
             {"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed}
         )
         least = min(row["smoothed"] for row in self.rows)
-        trainer.stopping |= not smoothed < DIVERGED * least
-        trainer.evaluated_step = trainer.step  # none is due where an epoch ends
+        trainer.stopping |= not smoothed < DIVERGED * least  # also if it is NaN
+        trainer.evaluated_step = trainer.step  # so that no evaluation is due where an epoch ends
         self._set_rate(trainer)
 
     def after_train(self, trainer: Trainer) -> None:
         if not self.is_main:
             return
-        suggested, shown = suggest_rate(self.rows), short_path(self.folder)
+        suggested = suggest_rate(self.rows)
+        shown = short_path(self.folder)
         write_csv(self.rows, self.folder / "find_lr.csv")
         _draw(self.rows, suggested, self.folder / "find_lr.png")
         print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
@@ -81,22 +82,20 @@ class LearningRateFinder(Measurement):
             print("no suggestion: the loss is not finite, or does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
         else:
-            print(
-                f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is "
-                "lowest"
-            )
+            lowest = f"{suggested * SAFETY:.1e}, where the smoothed loss is lowest"
+            print(f"suggested    a tenth of {lowest}")
             print(f"LEARNING_RATE={suggested:.1e}", flush=True)
 
 
 def suggest_rate(rows: list[dict[str, float]]) -> float | None:
-    """Return the rate with the lowest smoothed loss, divided by `SAFETY`; None if the loss falls by
-    noise only.
+    """Return the rate with the lowest smoothed loss, divided by `SAFETY`, or None.
 
-    The first tenth of the losses (at least five), at rates too low to change them, gives the
-    initial loss and its standard deviation.
+    It is None if the loss falls by no more than its noise. The first tenth of the losses (at least
+    five), at rates too low to change them, gives the initial loss and its standard deviation.
     """
-    first = [row["loss"] for row in rows[: max(5, len(rows) // 10)] if math.isfinite(row["loss"])]
-    finite = [row for row in rows[len(rows) // 10 :] if math.isfinite(row["smoothed"])]
+    tenth = len(rows) // 10
+    first = [row["loss"] for row in rows[: max(5, tenth)] if math.isfinite(row["loss"])]
+    finite = [row for row in rows[tenth:] if math.isfinite(row["smoothed"])]
     if len(first) < 2 or not finite:
         return None
     best = min(finite, key=lambda row: row["smoothed"])
@@ -105,16 +104,18 @@ def suggest_rate(rows: list[dict[str, float]]) -> float | None:
 
 
 def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
+    """Plot the losses over the rates, and the suggested one."""
     figure, axes = build_figure(8, 5)
     rates = [row["learning_rate"] for row in rows]
     axes.plot(rates, [row["loss"] for row in rows], ".", color="0.7", label="loss of a step")
     axes.plot(rates, [row["smoothed"] for row in rows], label="smoothed")
     if best:
         axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
-    bottom, top = min(row["smoothed"] for row in rows), rows[0]["smoothed"]
+    bottom = min(row["smoothed"] for row in rows)
+    top = rows[0]["smoothed"]
     if math.isfinite(top):
         margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
-        axes.set_ylim(bottom - margin, top + margin)  # leave out the diverged end
+        axes.set_ylim(bottom - margin, top + margin)  # without the diverged end
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     place_legend(axes)
     save_figure(figure, path)

@@ -32,7 +32,7 @@ class ProfilerHook(Measurement):
             self.profile = profile(
                 schedule=steps,
                 on_trace_ready=self._write_profile,
-                acc_events=True,  # else torch 2.11 warns that it forgets the events
+                acc_events=True,  # else torch 2.11 warns that it forgets them
             )
             self.profile.start()
 
@@ -46,19 +46,17 @@ class ProfilerHook(Measurement):
             self.profile.stop()
 
     def _write_profile(self, recorded: profile) -> None:
+        """Write and print what was recorded."""
         self.folder.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(self.folder / "trace.json"))
-        keys = [
-            "self_cpu_time_total",
-            *(["self_device_time_total"] if torch.cuda.is_available() else []),
-        ]
+        keys = ["self_cpu_time_total"]
+        if torch.cuda.is_available():
+            keys.append("self_device_time_total")
         events = recorded.key_averages()
         tables = "\n".join(
             events.table(sort_by=key, row_limit=10, max_name_column_width=60) for key in keys
         )
         (self.folder / "operators.txt").write_text(tables + "\n")
         shown = short_path(self.folder)
-        print(
-            f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt",
-            flush=True,
-        )
+        print(tables)
+        print(f"trace        {shown}/trace.json\noperators    {shown}/operators.txt", flush=True)

@@ -319,10 +319,11 @@ def render(runs: Sequence[RecordedRun]) -> str:
     configs = _align([run.about["config"] for run in runs])
     if len(runs) > 1:
         configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
-    environments = [
-        {key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}
-        for run in runs
-    ]
+    environment = {
+        key: cells
+        for key, cells in _align([run.about for run in runs]).items()
+        if key.partition(".")[0] not in NO_ENVIRONMENT
+    }
     source = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True)
@@ -330,11 +331,11 @@ def render(runs: Sequence[RecordedRun]) -> str:
         .render(
             runs=runs,
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-            summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
+            summary={title: [*map(cell, runs)] for title, cell in SUMMARY.items()},
             sweep=ranked if all(run.values for run in runs) else [],
             verdict=verdict,
             keys=configs,
-            environment=_align(environments),
+            environment=environment,
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
             # "<" would end the script's element
             charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
@@ -376,9 +377,10 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
 def _align(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the cells of a table with a column for each nested dict, by ``outer.inner`` key."""
     flat = [flatten(column) for column in columns]
-    keys = dict.fromkeys(itertools.chain.from_iterable(flat))
-    cells = {key: [column.get(key, ABSENT) for column in flat] for key in keys}
-    return {key: [*map(str, row)] for key, row in cells.items()}
+    table = {}
+    for key in itertools.chain.from_iterable(flat):
+        table[key] = [str(column.get(key, ABSENT)) for column in flat]
+    return table
 
 
 def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
@@ -393,27 +395,31 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         if name in UNPLOTTED:
             continue
         chart = CHARTS.get(name, Chart(name, from_zero=False))
-        lines = [
-            {"run": number, "kind": kind} | _curve(run.of_kind(kind), name, chart.scale)
-            for number, run in enumerate(runs)
-            for kind in ("train", "eval")
-        ]
-        drawn = [line for line in lines if any(y is not None for y in line["y"])]
         title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {losses}; evaluation: cross-entropy)"
-        if drawn:
+        lines = _collect_lines(runs, name, chart.scale)
+        if lines:
             charts.append(
-                {"name": name, "title": title, "fromZero": chart.from_zero, "lines": drawn}
+                {"name": name, "title": title, "fromZero": chart.from_zero, "lines": lines}
             )
     return charts
 
 
-def _curve(lines: Sequence[Metrics], name: str, scale: float) -> dict[str, list[Any]]:
-    """Return the steps ``x`` and values ``y`` of a metric; what is not finite is None."""
-    measured = [line for line in lines if name in line]
-    ys = [line[name] for line in measured]
-    return {
-        "x": [line["step"] for line in measured],
-        "y": [None if y is None or math.isnan(y) else float(f"{y * scale:.6g}") for y in ys],
-    }
+def _collect_lines(runs: Sequence[RecordedRun], name: str, scale: float) -> list[dict[str, Any]]:
+    """Return the lines of a metric that have a value; None stands for what is not finite."""
+    lines = []
+    for number, run in enumerate(runs):
+        for kind in ("train", "eval"):
+            measured = [record for record in run.of_kind(kind) if name in record]
+            steps = [record["step"] for record in measured]
+            values = [_scale(record[name], scale) for record in measured]
+            if any(value is not None for value in values):
+                lines.append({"run": number, "kind": kind, "x": steps, "y": values})
+    return lines
+
+
+def _scale(value: float | None, scale: float) -> float | None:
+    if value is None or math.isnan(value):
+        return None
+    return float(f"{value * scale:.6g}")  # a long run has many: six digits keep the page small

@@ -149,36 +149,27 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
 
 def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    for batch in (64, 512):
-        for rate in range(2):
-            write_run(
-                sweep / f"B={batch},R={rate}",
-                [evaluation(4, rate / 10)],
-                {"B": batch, "C": 1, "R": rate},
-            )
+    names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in (0, 1)]
+    for name in names:
+        values = dict(part.split("=") for part in name.split(","))
+        write_run(sweep / name, [evaluation(4, int(values["R"]) / 10)], values | {"C": 1})
     (tmp_path / "empty").mkdir()
-    report.main(list(map(str, tmp_path.iterdir())))
-    assert capsys.readouterr() == (
-        f"{tmp_path}/report.html  (4 runs)\n",
-        f"skipped {tmp_path}/empty: no run\n",
-    )
-    page = (tmp_path / "report.html").read_text()
+    output = tmp_path / "report.html"
+    report.main([str(sweep), str(tmp_path / "empty")])
+    said = f"skipped {tmp_path}/empty: no run\n"
+    assert capsys.readouterr() == (f"{output}  (4 runs)\n", said)
+    page = output.read_text()
     summary, _, ranked, config, _ = tables_of(page)
     assert summary["B=64,R=1"] == ["10.00%", "10.00% at step 4"]
     assert list(ranked) == ["B", "512", "64"]
-    assert ranked["B"] == ["R", "top1", "range", "n", "loss", "steps"]
-    assert all(words in page for words in ("<h1>4 runs</h1>", "best: B=512, R=1; no ranges"))
-    names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in range(2)]
-    assert config == {"": ["B", "R"]} | {
-        name: [part[2:] for part in name.split(",")] for name in names
-    }
-    report.main([str(sweep), "--output", str(tmp_path / "report.html")])
-    assert (
-        capsys.readouterr().out
-        == f"{tmp_path}/report.html  (4 runs; the earlier one is replaced)\n"
-    )
+    assert "<h1>4 runs</h1>" in page
+    assert "best: B=512, R=1; no ranges" in page
+    assert config == {"": ["B", "R"]} | {name: name[2:].split(",R=") for name in names}
+    report.main([str(sweep), "--output", str(output)])
+    assert capsys.readouterr().out == f"{output}  (4 runs; the earlier one is replaced)\n"
     report.main([str(sweep), str(shutil.copytree(sweep, tmp_path / "twin"))])
-    assert tables_of((tmp_path / "report.html").read_text())[2]["sweep"] == ["B", *ranked["B"]]
+    ranked = tables_of(output.read_text())[2]
+    assert ranked["sweep"] == ["B", "R", "top1", "range", "n", "loss", "steps"]
     with pytest.raises(UserError, match="empty holds no run: name the folder of"):
         report.main([str(tmp_path / "empty")])
 

@@ -31,9 +31,8 @@ from common.model.build import timm_architecture
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
-TOLERANCE = (
-    1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
-)
+# Of the largest logit. float32 in another order of operations stays below a tenth of it.
+TOLERANCE = 1e-4
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -47,9 +46,8 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
     run.name_classes(args.classes)
-    output = Path(
-        args.output or run.folder / "export" / f"{run.checkpoint.name}{'-raw' * args.raw}" / args.to
-    )
+    name = run.checkpoint.name + ("-raw" if args.raw else "")
+    output = Path(args.output or run.folder / "export" / name / args.to)
     difference = export(run, args.to, output)
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
@@ -57,11 +55,11 @@ def main(argv: list[str]) -> None:
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:
-    """Write the run's model to the folder ``output`` for ``target``, a key of `FORMATS`; read it
-    back and compare.
+    """Write the run's model to the folder ``output``, read it back and compare.
 
-    Returns the largest difference between the logits of what was written and the model's, as a
-    share of the largest logit. Raises `UserError` where that is more than rounding explains.
+    ``target`` is a key of `FORMATS`. Returns the largest difference between the logits of what was
+    written and the model's, as a share of the largest logit. Raises `UserError` where that is more
+    than rounding explains.
     """
     if target == "onnx" and not find_spec("onnxscript"):
         raise UserError("--to onnx needs more packages: pip install onnx onnxruntime onnxscript")
@@ -69,10 +67,10 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError(
             f"{output} is not empty: choose another folder with --output DIR, or remove it"
         )
-    with timm.layers.set_exportable(
-        True
-    ):  # without operators that torch.onnx cannot convert in any shape
-        model, size = run.load_model(), run.config["MODEL"]["image_size"]
+    # without the operators that torch.onnx cannot convert for batches of any size
+    with timm.layers.set_exportable(True):
+        model = run.load_model()
+    size = run.config["MODEL"]["image_size"]
     about = describe_for_timm(run, model)
     if target == "timm" and about["architecture"] == "none":
         raise UserError(
@@ -90,20 +88,18 @@ def export(run: SavedRun, target: str, output: Path) -> float:
 
 
 def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
-    """Return what ``timm.create_model("local-dir:...")`` needs to know: architecture, shape,
-    preprocessing, classes.
+    """Return the config.json that ``timm.create_model("local-dir:...")`` reads.
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
-    size, data, classes = (
-        run.config["MODEL"]["image_size"],
-        run.config["DATA"],
-        run.config["MODEL"]["num_classes"],
-    )
+    size = run.config["MODEL"]["image_size"]
+    classes = run.config["MODEL"]["num_classes"]
+    data = run.config["DATA"]
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
     own: Any = model
-    own_cfg, heads = getattr(own, "pretrained_cfg", {}), list(own.head_names)
+    own_cfg = getattr(own, "pretrained_cfg", {})  # of timm's models
+    heads = list(own.head_names)
     return {
         "architecture": architecture,
         "num_classes": classes,
@@ -127,20 +123,19 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
 
 
 def crop_share(size: int, short_side: int) -> float:
-    """Return the ``crop_pct`` from which timm works out ``short_side``, as ``floor(size /
-    crop_pct)``.
-    """
+    """Return the ``crop_pct`` for which timm's ``floor(size / crop_pct)`` is ``short_side``."""
     share = size / short_side
     return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
 
 
 @torch.no_grad()
 def _compare(model: nn.Module, exported: Forward, size: int) -> float:
+    """Return the largest difference of the logits, as a share of the largest logit."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5, 3, size, size, generator=generator)
     expected = model(images)
-    found = torch.cat([exported(images[:1]), exported(images[1:])])  # batches of two sizes
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    logits = torch.cat([exported(images[:1]), exported(images[1:])])  # batches of two sizes
+    return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
 def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
@@ -185,6 +180,5 @@ FORMATS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
 
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    (output / WEIGHTS).write_bytes(
-        save(weights, metadata)
-    )  # save_file would let nobody else read it
+    # safetensors' save_file would let nobody else read the file
+    (output / WEIGHTS).write_bytes(save(weights, metadata))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,72 +50,69 @@ def main(argv: list[str]) -> None:
     status = 0
     for answer in predict(run, images):
         if "error" in answer:
+            # 1: an image that cannot be read; 2: a model whose outputs are not finite
             status = max(status, 2 if "classes" in answer else 1)
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
             print(json.dumps(answer), flush=True)
         elif "error" not in answer:
-            named = (
-                f"{found['class']} {100 * found['probability']:.1f} %"
-                for found in answer["classes"]
+            classes = "; ".join(
+                f"{best['class']} {100 * best['probability']:.1f} %" for best in answer["classes"]
             )
-            print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
+            print(printable(f"{answer['image']}: {classes}"), flush=True)
     if status:
         sys.exit(status)
 
 
 def list_images(names: Sequence[str]) -> list[str]:
-    """Return the images that the command line names: files as they are, the images in a folder, "-"
-    for stdin.
-    """
+    """Return the images that the command line names, with those in its folders."""
     images: list[str] = []
     for name in names:
-        found = [str(path) for path in list_files(Path(name))] if Path(name).is_dir() else [name]
-        if not found:
+        if not Path(name).is_dir():
+            images.append(name)
+            continue
+        inside = [str(path) for path in list_files(Path(name))]
+        if not inside:
             raise UserError(f"{name}: no images in this folder: name one with images")
-        images += found
+        images += inside
     return images
 
 
 def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
-    """Yield for each image, in order, ``image`` and its best ``classes``, or ``image`` and the
-    ``error`` in it.
+    """Yield an answer for each image, in order: ``image``, and ``classes`` or ``error``.
 
-    A class has ``class`` (its name), ``label`` and ``probability``. Where the model's outputs are
-    not finite (NaN), there is an ``error`` and ``classes`` is None. Images are prepared as for the
-    run's evaluation.
+    ``classes`` are the `BEST` most probable, each with ``class`` (its name), ``label`` and
+    ``probability``. Where the model's outputs are not finite (NaN), there is an ``error`` and
+    ``classes`` is None. Images are prepared as for the run's evaluation.
     """
-    size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
-    read = partial(_read, crop=find_task(run.about["task"]).build_eval_crop(data, size), size=size)
+    size = run.config["MODEL"]["image_size"]
+    data = run.config["DATA"]
+    crop = find_task(run.about["task"]).build_eval_crop(data, size)
     predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
-    names, remaining = run.class_names, iter(images)
     with ThreadPoolExecutor() as pool:
-        while batch := list(islice(remaining, BATCH)):
-            views = list(pool.map(read, batch))
+        for start in range(0, len(images), BATCH):
+            batch = images[start : start + BATCH]
+            views = list(pool.map(partial(_read, crop=crop, size=size), batch))
             decoded = [view for view in views if isinstance(view, np.ndarray)]
-            found = iter(())
+            answers = iter(())
             if decoded:
-                pixels = (
-                    torch.from_numpy(np.stack(decoded))
-                    .to(predictor.device)
-                    .permute(0, 3, 1, 2)
-                    .contiguous()
-                )
-                found = map(partial(_best, names), predictor(normalize(pixels)).softmax(1).cpu())
+                pixels_BHWC = torch.from_numpy(np.stack(decoded)).to(predictor.device)
+                pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
+                probabilities_BC = predictor(normalize(pixels_BCHW)).softmax(1).cpu()
+                answers = map(partial(_best, run.class_names), probabilities_BC)
             for image, view in zip(batch, views, strict=True):
-                answer = {"error": view} if isinstance(view, str) else next(found)
+                answer = {"error": view} if isinstance(view, str) else next(answers)
                 yield {"image": image} | answer
 
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
-        data = (
-            sys.stdin.buffer.read(MAX_BYTES + 1)
-            if image == STDIN
-            else read_bytes(Path(image), MAX_BYTES)
-        )
+        if image == STDIN:
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            data = read_bytes(Path(image), MAX_BYTES)
         if len(data) > MAX_BYTES:
             return f"more than {MAX_BYTES:,} bytes"
         return crop_image(decode_image(data), crop, size)
@@ -124,19 +120,18 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that Pillow reads"
-    except (
-        Exception
-    ) as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+    # Pillow's decoders raise a dozen unrelated types for damaged files
+    except Exception as error:
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
 def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> Answer:
+    """Return the most probable classes of an image."""
     if probabilities_C.isnan().any():
         return {"classes": None, "error": "the model's outputs are not finite (NaN)"}
     values, labels = probabilities_C.topk(min(BEST, len(names)))
-    found = zip(values.tolist(), labels.tolist(), strict=True)
     classes = [
         {"class": names[label], "label": label, "probability": round(value, 6)}
-        for value, label in found
+        for value, label in zip(values.tolist(), labels.tolist(), strict=True)
     ]
     return {"classes": classes}

@@ -1,5 +1,4 @@
-"""Train a config once for each combination of values, one run after another; print which is best
-and draw a picture.
+"""Train a config once for each combination of values, and print which is best.
 
     python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -49,10 +48,9 @@ from common.tools.report import (
 CONFIG_KEY = "CONFIG"
 COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
-    "step; d(loss): largest "
-    "difference of the train loss from the first run's"
+    "step; d(loss): largest difference of the train loss from the first run's"
 )
-LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
+LOG_FROM = 8  # the x axis is logarithmic where its greatest value is this many times the least
 
 
 def main(argv: list[str]) -> None:
@@ -99,9 +97,8 @@ def main(argv: list[str]) -> None:
     print_wrapped(COSTS, 0)
     print(format_table(tabulate_costs(runs)))
     picture = args.output / "sweep.png"
-    print(
-        picture if draw(runs, picture, args.best) else "no picture yet: no run has been evaluated"
-    )
+    is_drawn = draw(runs, picture, args.best)
+    print(picture if is_drawn else "no picture yet: no run has been evaluated")
     print(verdict)
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
@@ -109,7 +106,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(args: argparse.Namespace) -> dict[str, str]:
-    """Train what is missing in ``args.output``, after every combination has been checked.
+    """Check every combination, then train those that are not finished in ``args.output``.
 
     Returns a note with the exit status for each run that failed after its start, by name.
     """
@@ -125,18 +122,14 @@ def train(args: argparse.Namespace) -> dict[str, str]:
     failed = {}
     for number, (folder, command) in enumerate(commands.items(), 1):
         finished = is_finished(folder, command)
-        print(
-            f"[{number}/{len(commands)}] {folder.name}{': finished already' if finished else ''}",
-            flush=True,
-        )
+        note = ": finished already" if finished else ""
+        print(f"[{number}/{len(commands)}] {folder.name}{note}", flush=True)
         if finished:
             continue
         status, stop = run_child(command)
         if stop:
-            print(
-                f"{signal_name(stop)}: {folder.name} was stopped; rerun the command to resume",
-                file=sys.stderr,
-            )
+            stopped = f"{signal_name(stop)}: {folder.name} was stopped"
+            print(f"{stopped}; rerun the command to resume", file=sys.stderr)
             sys.exit(exit_code(stop))
         if status and not (folder / "config.json").exists():
             raise UserError(
@@ -149,10 +142,10 @@ def train(args: argparse.Namespace) -> dict[str, str]:
 
 
 def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[Path, list[str]]:
-    """Return the command of each combination by its run's folder; the last key of ``grid`` changes
-    fastest.
+    """Return the command of each combination by its run's folder.
 
-    Raises `UserError` for a combination that cannot be trained.
+    The last key of ``grid`` changes fastest. Raises `UserError` for a combination that cannot be
+    trained.
     """
     commands = {}
     for values in itertools.product(*grid.values()):
@@ -160,66 +153,76 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         name = chosen.get(CONFIG_KEY) or args.config
         script, recipe = find_script(name, args.train)
         path = str(find_config(name, recipe).resolve())
-        settings = [
-            *args.set,
-            *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY),
-        ]
+        settings = list(args.set)
+        settings += [f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY]
         config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)
-        names = [
-            re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in chosen.items()
-        ]
-        folder = args.output.resolve() / (",".join(names) or "run")
+        folder = args.output.resolve() / name_run(chosen)
         if folder in commands:
             raise UserError(
                 f"--grid: two combinations would share the folder {folder.name}: choose values "
                 "that differ"
             )
-        torchrun = ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
-        torchrun.append(f"--nproc_per_node={processes}")
-        words = [word for setting in settings for word in ("--set", setting)]
-        start = [sys.executable, *(torchrun if processes > 1 else []), str(script)]
-        commands[folder] = [*start, "--config", path, *words, "--output", str(folder)]
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
+            command.append(f"--nproc_per_node={processes}")
+        command += [str(script), "--config", path]
+        for setting in settings:
+            command += ["--set", setting]
+        commands[folder] = [*command, "--output", str(folder)]
     return commands
 
 
+def name_run(values: Mapping[str, str]) -> str:
+    """Return the name of a combination's folder, without characters that shells treat specially."""
+    parts = [
+        re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in values.items()
+    ]
+    return ",".join(parts) or "run"
+
+
 def run_child(command: Sequence[str]) -> tuple[int, int]:
-    """Run ``command`` and forward stop signals to it; return its exit status and the first signal,
-    or 0.
+    """Run ``command`` and forward stop signals to it.
+
+    Returns its exit status and the first signal, or 0.
     """
     received: list[int] = []
-    heeded = [
-        number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # by nohup
-    previous = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in heeded
-    }
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+
+    previous = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+            previous[number] = signal.signal(number, receive)
     try:
-        child, forwarded = subprocess.Popen(command), 0
-        while (status := child.poll()) is None:
+        child = subprocess.Popen(command)
+        forwarded = 0
+        while child.poll() is None:
             for number in received[forwarded:]:
                 child.send_signal(number)
                 forwarded += 1
             time.sleep(0.1)
-        return status, next(iter(received), 0)
+        return child.returncode, next(iter(received), 0)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
-    """Return the training script, that of the recipe ``config`` or ``script``, and what a task's
-    falls back on.
+    """Return the training script for ``config``, and the recipe whose values a config may lack.
 
-    Raises `UserError` for a config of the user's own without ``script``.
+    The script is that of the recipe ``config``, or ``script``. Raises `UserError` for a config of
+    the user's own without ``script``.
     """
     tasks = [find_task(name) for name in TASKS]
     for task in tasks:
-        own = ROOT / task.script
-        if script.resolve() == own if script else Path(config).stem.startswith(task.recipes):
-            return own, task.recipe
+        path = ROOT / task.script
+        is_recipe = Path(config).stem.startswith(task.recipes)
+        if script.resolve() == path if script else is_recipe:
+            return path, task.recipe
     if script:
         return script.resolve(), None
     scripts = ", ".join(task.script for task in tasks)
@@ -232,7 +235,8 @@ def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
 def _parse_grid(text: str) -> tuple[str, list[str]]:
     """Return the key of ``KEY=a,b`` and its values; commas within brackets are theirs."""
     key, _, values = text.partition("=")
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0  # of brackets
     for letter in values:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
@@ -246,81 +250,85 @@ def _parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def _check_best(best: str | None, keys: Sequence[str]) -> None:
+    """Raise `UserError` unless ``best``, if there is one, is among the ``keys`` of the grid."""
     if best is not None and best not in keys:
         raise UserError(f"--best {best}: none of the --grid keys{did_you_mean(best, keys)}")
 
 
 def is_finished(folder: Path, command: Sequence[str]) -> bool:
-    """Return whether ``folder`` holds the whole run of ``command``; else the run itself decides
-    what it resumes.
+    """Return whether ``folder`` holds the whole run of ``command``.
+
+    Where it does not, the run itself decides what it resumes.
     """
-    if not (folder / "config.json").exists():
+    record = folder / "config.json"
+    if not record.exists():
         return False
     run = load_run(folder, folder.name)
+    config = Path(command[command.index("--config") + 1])
+    is_edited = config.stat().st_mtime > record.stat().st_mtime
     arguments = run.about["argv"][1:]
-    is_edited = (
-        Path(command[command.index("--config") + 1]).stat().st_mtime
-        > (folder / "config.json").stat().st_mtime
-    )
     return run.final is not None and not is_edited and list(command[-len(arguments) :]) == arguments
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS`
-    explains them.
-    """
-    first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
+    """Return a row of costs for each run, which `COSTS` explains."""
+    first = {record["step"]: record["loss"] for record in runs[0].of_kind("train")}
+    rows = []
     for run in runs:
-        lines = [line for line in run.of_kind("train") if line["step"] in first]
-        differences = np.abs([line["loss"] - first[line["step"]] for line in lines])
-        costs = {
+        differences = [
+            abs(record["loss"] - first[record["step"]])
+            for record in run.of_kind("train")
+            if record["step"] in first
+        ]
+        row = {
             "run": ", ".join(map(str, run.values.values())) or run.name,
             "GB": run.median("peak_memory_gb", "{:.2f}"),
             "img/s": run.median("samples_per_s", "{:,.0f}"),
             "data": run.median("data_wait", "{:.1f} %"),
             "fwd ms": run.median("forward_s", "{:.1f}"),
             "bwd ms": run.median("backward_s", "{:.1f}"),
-            "d(loss)": f"{differences.max():.1e}" if lines else ABSENT,
+            # NumPy's maximum is NaN where one is
+            "d(loss)": f"{np.max(differences):.1e}" if differences else ABSENT,
         }
-        rows.append(costs)
+        rows.append(row)
     return rows
 
 
 def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bool:
-    """Draw top-1 of the finished runs against the first key, with a line for the others; False if
-    there is none yet.
+    """Draw the final top-1 of the finished runs against the first key; return False without any.
 
-    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the
-    greatest. ``best`` names a key of whose values only the one with the highest mean is drawn.
+    The other keys give a line each. Runs that differ only in `SEED` are one point, their mean, with
+    a bar from the least to the greatest. ``best`` names a key of whose values only the one with the
+    highest mean is drawn.
     """
     lines = collect_points(runs, best)
     if not lines:
         return False
     figure, axes = build_figure(7, 4.5)
-    places = list(dict.fromkeys(x for points in lines.values() for x in points))
-    is_numeric = not any(isinstance(x, str) for x in places)
-    for number, (line, points) in enumerate(lines.items()):
+    ticks = list(dict.fromkeys(itertools.chain.from_iterable(lines.values())))
+    is_numeric = not any(isinstance(x, str) for x in ticks)
+    for line, points in lines.items():
         xs = sorted(points) if is_numeric else list(points)
-        tops = [points[x] for x in xs]
+        means = [mean(points[x]) for x in xs]
+        below = [mean(points[x]) - min(points[x]) for x in xs]
+        above = [max(points[x]) - mean(points[x]) for x in xs]
         shown = [pair for pair in line if pair[1] != ABSENT] or line
-        bars = [(mean(each) - min(each), max(each) - mean(each)) for each in tops]
         axes.errorbar(
-            xs if is_numeric else list(map(str, xs)),
-            list(map(mean, tops)),
-            list(zip(*bars, strict=True)),
+            xs if is_numeric else [*map(str, xs)],
+            means,
+            [below, above],
             fmt="o-" if is_numeric else "o",
             capsize=3,
-            color=f"C{number}",
             label=", ".join(f"{key}={value}" for key, value in shown),
         )
     varied = [key for key in runs[0].values if key not in (SEED, best)]
     axes.set(xlabel=varied[0] if varied else "run", ylabel="top-1 of finished runs at the end, %")
     if is_numeric:
-        if min(places) > 0 and max(places) / min(places) >= LOG_FROM:
+        if min(ticks) > 0 and max(ticks) / min(ticks) >= LOG_FROM:
             axes.set_xscale("log")
-        axes.set_xticks(places, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in places])
+        axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
         axes.minorticks_off()
-    if any(lines):
+    if any(lines):  # a single line has no other key that names it
         longest = max(map(len, axes.get_legend_handles_labels()[1]))
         place_legend(axes, columns=2 if longest < 40 else 1)
     save_figure(figure, path)
@@ -330,16 +338,16 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
 def collect_points(
     runs: Sequence[RecordedRun], best: str | None
 ) -> dict[tuple, dict[Any, list[float]]]:
-    """Return the final top-1 of the finished runs in per cent, by line and x; there are several if
-    seeds differ.
+    """Return the final top-1 of the finished runs in per cent, one of each seed, by line and x.
 
-    Of the points that differ only in the key ``best`` only the one with the highest mean stays,
-    without that key.
+    A line is the (key, value) of all but the first key. Of the points that differ only in the key
+    ``best``, only the one with the highest mean stays.
     """
     lines = defaultdict(dict)
     for values, group in group_by_seed(runs).items():
         tops = [100 * run.final["top1"] for run in group if run.final]
-        (_, x), *line = [pair for pair in values if pair[0] != best] or [("", "best")]
+        pairs = [pair for pair in values if pair[0] != best] or [("", "best")]
+        (_, x), *line = pairs
         points = lines[tuple(line)]
         if tops and (x not in points or mean(tops) > mean(points[x])):
             points[x] = tops

@@ -71,35 +71,31 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
         evaluate_run(run)
     shares = saved.call_args[0][0].axes[0].images[0].get_array()
     np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))
-    rows = list(
-        csv.DictReader(
-            (run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()
-        )
-    )
-    assert [row["class"] for row in rows] == list(NAMES)
-    assert [float(row["top1"]) for row in rows] == pytest.approx(
-        recall_score(labels, answers, average=None), abs=1e-4
-    )
+    table = (run / "evaluation" / "step-00000010" / "classes.csv").read_text()
+    rows = list(csv.DictReader(table.splitlines()))
+    found = {
+        name: np.array([float(row[name] or "nan") for row in rows])
+        for name in ("samples", "top1", "top5", "precision")
+    }
+    samples = np.bincount(labels)
+    recall = recall_score(labels, answers, average=None)
     precision = precision_score(labels, answers, average=None, zero_division=np.nan)
-    assert [float(row["precision"] or "nan") for row in rows] == pytest.approx(
-        precision, abs=1e-4, nan_ok=True
-    )
-    assert [int(row["samples"]) for row in rows] == np.bincount(labels).tolist()
-    top5 = np.average([float(row["top5"]) for row in rows], weights=np.bincount(labels))
+    assert found["samples"].tolist() == samples.tolist()
+    assert found["top1"] == pytest.approx(recall, abs=1e-4)
+    assert found["precision"] == pytest.approx(precision, abs=1e-4, nan_ok=True)
+    top5 = np.average(found["top5"], weights=samples)
     assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-4)
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
-    for row, wrong in zip(rows, mistakes, strict=True):
-        assert row["mistaken for"] == (
-            f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
-        )
-    worst_first = [row[1] for row in tables(capsys.readouterr().out)][2:]
-    assert worst_first == [
-        row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))
-    ]
+    for name, row, wrong in zip(NAMES, rows, mistakes, strict=True):
+        mistake = f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        assert (row["class"], row["mistaken for"]) == (name, mistake)
+    shown = [row[1] for row in tables(capsys.readouterr().out)][2:]
+    worst_first = sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))
+    assert shown == [row["class"] for row in worst_first]
     evaluate.print_extremes(rows * 2)
-    shown = [row[1] for row in tables(capsys.readouterr().out)]
-    assert (shown[2], shown[-1]) == (worst_first[0], worst_first[-1])
+    of_many = [row[1] for row in tables(capsys.readouterr().out)]
+    assert (of_many[2], of_many[-1]) == (shown[0], shown[-1])
 
 
 def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):

@@ -16,7 +16,7 @@ from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 
 from common.checkpoint.saved_run import open_run
-from common.checkpoint.weights import fit_pretrained
+from common.checkpoint.weights import fit_pretrained, open_model
 from common.errors import UserError
 from common.model.build import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train
@@ -53,6 +53,8 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
     if target == "safetensors":
         export.main([str(run), "--to", target, "--raw"])  # beside the other
     folder = run / "export" / "step-00000010" / target
+    if target == "timm":
+        assert open_model(str(folder)).folder == folder.parent  # results go beside the export
     picture = Image.fromarray(
         np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8)
     ).resize((40, 30))

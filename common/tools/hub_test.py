@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, here a folder: started from, evaluated, and equal to timm's."""
+"""Models of the Hugging Face Hub, here a folder: started from, and equal to timm's."""
 
 import json
 import shutil
@@ -13,14 +13,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
-from common.checkpoint.weights import load_pretrained, open_model, resolve_source
+from common.checkpoint.weights import load_pretrained, resolve_source
 from common.errors import UserError
-from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train
-from common.tools import evaluate, export, predict
+from common.tools import predict
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0)
 MODELS = {"vit_tiny_patch16_224.augreg_in21k": TINY, "test_resnet.r160_in1k": {}}
@@ -103,31 +102,6 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, 
         "MODEL.heads=2: "
         "--set MODEL.heads=4 fits, or start from other weights\n"
     )
-
-
-def test_an_export_on_the_hub_is_evaluated_as_in_training(hub, run, data, tmp_path):
-    export.main([str(run), "--to", "timm", "--output", str(hub / "user" / "colours")])
-    (tmp_path / "images").mkdir()
-    for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
-        (tmp_path / "images" / split).symlink_to(data / ours)
-    words = [
-        "hf-hub:user/colours",
-        "--data",
-        tmp_path / "images",
-        "--output",
-        tmp_path / "evaluation",
-    ]
-    run_forked(evaluate.main, [*words, "--set", "DATA.loader=torchvision"])
-    found, expected = (
-        json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()),
-        read_metrics(run)[-1],
-    )
-    assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert (
-        open_model(str(hub / "user" / "colours")).folder == hub / "user"
-    )  # where its results go: not into the export
-    assert ",magenta$^$," in (tmp_path / "evaluation" / "classes.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,9 @@ from sklearn.datasets import load_digits
 
 from caltech101_amp import train as train_caltech
 from cifar10_benchmark import train as train_cifar10
-from common.config.fields import flatten
 from common.config.load import CONFIGS, load_config
 from common.config.originals_test import FILES
 from common.files import ROOT
-from common.planner.dry_run import DEFAULTS
 from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
@@ -30,19 +28,11 @@ SMALL = (
 SMALL += " --set MODEL.heads=2 --set MODEL.num_classes=None"
 
 
-def test_the_documentation_lists_what_each_recipe_sets():
-    rows = ["| recipe | based on | sets |", "| --- | --- | --- |"]
-    for path in sorted(CONFIGS.glob("[!_]*.py")):
-        text, values = path.read_text(), flatten(load_config(path.stem))
-        base = "".join(re.findall(r"from configs\.(\w+) import \*", text)).replace("vit_b", "vit-b")
-        before = flatten(load_config(base)) if base else DEFAULTS
-        changed = [
-            f"{key}={value}" for key, value in values.items() if value != before.get(key, ...)
-        ]
-        rows.append(f"| {path.stem} | {base} | `{', '.join(changed)}` |")
+def test_each_recipe_is_valid_and_gives_its_command():
+    for path in CONFIGS.glob("[!_]*.py"):
+        load_config(path.stem)
+        text = path.read_text()
         assert "--config" in text or "bash scripts/" in text, path
-    table = "\n".join(rows)
-    assert table in (ROOT / "docs" / "recipes.md").read_text(), f"the table is now:\n{table}"
 
 
 def test_the_quickstarts_digits_are_scikit_learns(tmp_path):

@@ -24,6 +24,7 @@ from common.config.schema import find_key
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
 from common.testing.commands import Ended, copy_working_tree, run_forked
+from common.testing.photographs import write_photographs
 from imagenet_dali.testing import MODEL, prepare_data, run
 
 PAGES = sorted(
@@ -33,6 +34,7 @@ OWN_CONFIGS = ("mine.py", "small.py")  # of docs/own-images.md
 # Replacements for the data and the hardware that a command of README.md names, in this order.
 SUBSTITUTIONS = {
     r"/data/imagenet\b": "data/shards",  # 65 images of three colours
+    r"/data/cifar10\b": "data/cifar10",  # 10 classes of photographs
     r"\bIMAGES\b": "data/images",
     r"\bDEST\b": "data/shards2",
     r"\bcat\.jpg\b": "data/images/r/0.jpg",
@@ -149,14 +151,17 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
 def test_the_commands_of_the_readme_run(tmp_path):
     folder = copy_working_tree(ROOT, tmp_path)
     prepare_data(folder / "data")
+    for split in ("train", "test"):
+        write_photographs(folder / "data" / "cifar10" / split, "abcdefghij", 40, 32, 32)
     environ = dict(PATH=f"{sys.prefix}/bin:{os.environ['PATH']}", PYTHONPATH=str(folder))
     for command in commands("README.md"):
         if re.match(ELSEWHERE, command):
             continue
         if re.search(TRAINING, command):  # from its start
             shutil.rmtree(folder / "outputs" / "vit-b16", ignore_errors=True)
-        if "train_dali.py" in command and "--dry-run" not in command:
-            sizes = "MODEL." if "MODEL." in command else "-"  # those of a plain ViT, or none
+        if re.search(r"train(_dali)?\.py", command) and "--dry-run" not in command:
+            # those of a plain ViT, or none
+            sizes = "MODEL." if re.search("MODEL[.]|cifar10", command) else "-"
             command += "".join(
                 f" --set {key}={value}" for key, value in TINY.items() if not key.startswith(sizes)
             )

@@ -5,6 +5,10 @@ Nothing else imports `colossalai`. A repair is one function or subclass, whose d
 upstream file and line.
 """
 
+# ruff: noqa: E402
 from common.hardware import prepare_torch
 
 prepare_torch()
+
+# Imported first, since `colossalai` itself imports packages that are not installed.
+import common.engine.upstream

@@ -28,9 +28,9 @@ from common.errors import UserError
 class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
-    For each micro-batch `Trainer` calls `zero_grad`, upstream's `execute_schedule` (forward, loss,
-    `backward`), and `step`, which calls ``clip_grad_by_norm`` and ``step`` of `StepOptimizer`. The
-    model's output is float32, each tensor of it if there are several.
+    `Trainer` calls `train_step`. A script's own loop may call upstream's `zero_grad`, `backward`
+    and `step` for every micro-batch instead, with the same result. The model's output is float32,
+    each tensor of it if there are several.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the
     backward pass in DDP's ``no_sync``, which acts on the forward pass: gradients are all-reduced in
@@ -47,11 +47,35 @@ class Engine(UpstreamEngine):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.precision, self.lr_scheduler = precision, lr_scheduler
-        self.on_phase: Callable[[str], object] = lambda phase: (
-            None
-        )  # called in training where a phase begins
+        self.precision = precision
+        self.lr_scheduler = lr_scheduler
+        # called in training where a phase begins: "forward", "backward", "rest"
+        self.on_phase: Callable[[str], object] = lambda phase: None
         self.device = get_accelerator().get_current_device()
+
+    def train_step(self, batches: Iterator[Any], returns_output: bool = True) -> Iterator[Any]:
+        """Train for one optimizer step.
+
+        Yields (output, label, loss) of each micro-batch, that of the last after the update; output
+        and label are None unless ``returns_output``.
+        """
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        for number in range(optimizer.accumulation):
+            # Upstream's schedule calls the model, the criterion and `backward`. Gradients add up;
+            # data-parallel ranks average them in the backward pass of the last micro-batch.
+            result = self.execute_schedule(batches, return_output_label=returns_output)
+            if number < optimizer.accumulation - 1:
+                yield result
+        # Tensor-parallel ranks have parts of some gradients, ZeRO's ranks have shards.
+        optimizer.sum_gradients()
+        # by the loss scale of float16; before clipping, which needs the true norm
+        optimizer.unscale_gradients()
+        # by the norm over all shards, the same on all ranks
+        optimizer.clip_gradients()
+        # or skip it on all ranks, without the host knowing, where that norm is not finite
+        optimizer.update()
+        yield result
 
     def backward(self, loss: Tensor) -> None:
         self.on_phase("backward")
@@ -62,12 +86,10 @@ class Engine(UpstreamEngine):
         if self.training:
             self.on_phase("forward")
         model: Any = self.model
-        skips_sync = (
-            isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
-        )
-        if (
-            skips_sync and model.static_graph
-        ):  # which is recorded in a first pass that must not skip it
+        is_ddp = isinstance(model, DistributedDataParallel)
+        skips_sync = is_ddp and not self.optimizer.completes_step
+        if skips_sync and model.static_graph:
+            # recorded in a first pass, which must not skip the all-reduce
             skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, self.optimizer.completes_step)
@@ -81,8 +103,9 @@ def _in_float32(tensor: Tensor) -> Tensor:
 
 
 class WholeSteps:
-    """Iterate over ``loader`` in whole groups of ``accumulation`` batches; delegate all other
-    attributes to it.
+    """Iterate over ``loader`` in whole groups of ``accumulation`` batches.
+
+    Other attributes are those of ``loader``.
 
     Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as
     DALI's, fails in the second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
@@ -91,7 +114,8 @@ class WholeSteps:
     """
 
     def __init__(self, loader: Any, accumulation: int = 1):
-        self.loader, self.accumulation = loader, accumulation
+        self.loader = loader
+        self.accumulation = accumulation
         self._used = False
 
     def __getattr__(self, name: str) -> Any:

@@ -75,10 +75,10 @@ class OncePerStep:
 class StepOptimizer(OptimizerWrapper):
     """Accumulate gradients over ``accumulation`` micro-batches; then unscale, clip and update once.
 
-    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch;
-    all but `backward` act once per optimizer step. A script may call them itself: without
-    `clip_grad_by_norm`, `step` clips to ``max_norm``. Afterwards ``grad_norm`` is the norm of the
-    whole model's gradient before clipping, a 0-dim tensor on the device.
+    `Engine.train_step` shows the order. A script's own loop calls `zero_grad`, `backward` and
+    `step` for every micro-batch, as upstream; all but `backward` act once per optimizer step.
+    Afterwards ``grad_norm`` is the norm of the full gradient before clipping, a 0-dim tensor on the
+    device.
 
     If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no
     extra communication: a non-finite loss makes the gradient non-finite, and with it the global
@@ -100,13 +100,15 @@ class StepOptimizer(OptimizerWrapper):
         self, optim: Optimizer, accumulation: int, scaler: GradScaler | None, max_skipped: int
     ):
         super().__init__(optim)
-        self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
-        self.accumulated = 0
+        self.accumulation = accumulation
+        self.scaler = scaler
+        self.max_skipped = max_skipped
+        self.max_norm = 0.0  # of a gradient, if above 0
+        self.accumulated = 0  # micro-batches of the current step
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
         self.statistics: list[Tensor] = []  # of batch norms, flat
-        self.max_norm = 0.0  # of a step that `Engine.step` has not clipped
-        self.is_clipped = False
+        self.is_clipped = False  # by a script's own loop
 
     @property
     def completes_step(self) -> bool:
@@ -130,8 +132,8 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
-        """Return 0, or if ``loss`` is not finite, NaN; the gradient with respect to one weight is
-        the same value.
+        """Return 0, with gradient 0; if ``loss`` is not finite, NaN, with the gradient NaN for one
+        weight.
 
         A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its
         gradient 0.
@@ -140,24 +142,76 @@ class StepOptimizer(OptimizerWrapper):
         smallest = min(self.parameters, key=lambda parameter: parameter.numel() or math.inf)
         return factor * smallest.flatten()[:1].sum()
 
-    def clip_grad_by_norm(self, max_norm: float) -> None:
-        """Finish the gradient; then scale it down to ``max_norm`` if that is above 0.
+    def sum_gradients(self) -> None:
+        """Collect ZeRO's shards, and sum what tensor-parallel ranks have in part."""
+        collect_gradients(self.parameters)
+        sum_partial_gradients(self.parameters)
 
-        Collects ZeRO's shards, sums what tensor-parallel ranks have in part, unscales, and sets
-        ``grad_norm``.
-        """
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the loss scale, if there is one."""
+        if self.scaler:
+            self.scaler.unscale_(self.optim)
+
+    def clip_gradients(self) -> None:
+        """Set ``grad_norm``; scale the gradients down to ``max_norm`` if that is above 0."""
+        self.grad_norm = global_grad_norm(self.parameters)
+        if self.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, self.grad_norm)
+
+    def update(self) -> None:
+        """Update the weights, or skip the update if ``grad_norm`` is not finite."""
+        self.accumulated = 0
+        found_inf = (~self.grad_norm.isfinite()).float()
+        self._step_unless(found_inf)
+        if self.statistics:
+            self._restore_statistics()
+        if self.scaler:
+            # unscaling finds only this rank's overflows; the scale must be equal on all ranks
+            for found in self.scaler._found_inf_per_device(self.optim).values():
+                found.copy_(found_inf)
+            self.scaler.update()
+        self.counter.count(found_inf)
+        if self.counter.exceeds(self.max_skipped):
+            scale = ""
+            if self.scaler:
+                scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}"
+            raise AgreedError(
+                f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive "
+                "updates were skipped because the loss or a gradient was not finite "
+                f"(MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, raise "
+                "WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
+            )
+
+    def _step_unless(self, found_inf: Tensor) -> None:
+        """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
+        if getattr(self.optim, "_step_supports_amp_scaling", False):
+            self.optim.found_inf = found_inf
+            self.optim.step()
+            del self.optim.found_inf
+        elif not found_inf.item():
+            self.optim.step()
+        else:
+            # Schedules count skipped updates too; torch would warn where the first is skipped.
+            self.optim._opt_called = True
+
+    def _restore_statistics(self) -> None:
+        """Put back the running statistics of batch norms that are not finite now."""
+        now = torch.cat(self.statistics)
+        kept = torch.where(now.isfinite(), now, self.before)
+        torch._foreach_copy_(self.statistics, kept.split([len(part) for part in self.statistics]))
+
+    def clip_grad_by_norm(self, max_norm: float) -> None:
+        """Finish and clip the gradient of a script's own loop, after the last micro-batch."""
         if self.accumulated < self.accumulation:
             return
         self.is_clipped = True
-        collect_gradients(self.parameters)
-        sum_partial_gradients(self.parameters)
-        if self.scaler:
-            self.scaler.unscale_(self.optim)
-        self.grad_norm = global_grad_norm(self.parameters)
-        if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
+        self.max_norm = max_norm
+        self.sum_gradients()
+        self.unscale_gradients()
+        self.clip_gradients()
 
     def step(self) -> None:
+        """Update in a script's own loop, after the last micro-batch; clip before, if need be."""
         if self.accumulated == 0:
             raise UserError(
                 "step() has no gradient: call engine.backward(loss) before, not loss.backward()"
@@ -167,46 +221,7 @@ class StepOptimizer(OptimizerWrapper):
         if not self.is_clipped:
             self.clip_grad_by_norm(self.max_norm)
         self.is_clipped = False
-        self.accumulated = 0
-        found_inf = (~self.grad_norm.isfinite()).float()
-        self._update(found_inf)
-        if self.statistics:
-            now = torch.cat(self.statistics)
-            kept = torch.where(now.isfinite(), now, self.before).split(
-                [len(each) for each in self.statistics]
-            )
-            torch._foreach_copy_(self.statistics, kept)
-        if self.scaler:
-            # unscaling finds only this rank's overflows; the scale must be equal on all ranks
-            for found in self.scaler._found_inf_per_device(self.optim).values():
-                found.copy_(found_inf)
-            self.scaler.update()
-        self.counter.count(found_inf)
-        if self.counter.exceeds(self.max_skipped):
-            scale = (
-                f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}"
-                if self.scaler
-                else ""
-            )
-            raise AgreedError(
-                f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive "
-                "updates were skipped "
-                "because the loss or a gradient was not finite "
-                f"(MAX_SKIPPED={self.max_skipped}){scale}: lower "
-                "LEARNING_RATE, raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead "
-                "of float16"
-            )
-
-    def _update(self, found_inf: Tensor) -> None:
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
-            self.optim.found_inf = found_inf
-            self.optim.step()
-            del self.optim.found_inf
-        elif not found_inf.item():
-            self.optim.step()
-        # schedules count skipped updates too; without this, torch warns if the first one is skipped
-        else:
-            self.optim._opt_called = True
+        self.update()
 
     def step_state(self) -> dict[str, Any]:
         """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the
@@ -220,7 +235,6 @@ class StepOptimizer(OptimizerWrapper):
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
-            state = {
-                key: state["scaler"][key] for key in ("scale", "_growth_tracker")
-            }  # the options are this run's
-            self.scaler.load_state_dict(self.scaler.state_dict() | state)
+            # the options, such as the growth interval, are this run's
+            saved = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
+            self.scaler.load_state_dict(self.scaler.state_dict() | saved)

@@ -171,32 +171,43 @@ class Trainer(UpstreamTrainer):
     def _train_epoch(self, train_dataloader: Any) -> None:
         """Train for the rest of an epoch."""
         self.engine.train()
-        batches, epoch = self._timed(train_dataloader), self._cur_epoch
+        batches = self._timed(train_dataloader)
+        epoch = self._cur_epoch
         self._call_hooks("before_train_epoch")
         self._call_timer("start", "Train-epoch")
-        name, total, done = f"[Epoch {epoch + 1} / Train]", self._steps_per_epoch, self.epoch_step
-        bar = tqdm(desc=name, total=total, initial=done, disable=self._is_silent)
+        bar = tqdm(
+            desc=f"[Epoch {epoch + 1} / Train]",
+            total=self._steps_per_epoch,
+            initial=self.epoch_step,
+            disable=self._is_silent,
+        )
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
-            doing(f"step {self.step + 1}: waiting for data")
-            self._call_hooks("before_train_iter")
-            self._call_timer("start", "Train-step")
-            self.engine.zero_grad()
-            result = self.engine.execute_schedule(batches, return_output_label=self._returns_output)
-            self.engine.step()
-            self._call_timer("stop", "Train-step", keep_in_history=True)
-            doing(f"step {self.step + 1}: hooks after the step")
-            self.update_done = self.engine.optimizer.accumulated == 0
-            if self.update_done:
-                self._count_step()
-            self._call_hooks("after_train_iter", result)
-            self._cur_step += 1
-            bar.update(self.update_done)
+            self._train_step(batches)
+            bar.update()
             bar.set_postfix(self.states.get("step_metrics"))
         bar.close()
         self._call_timer("stop", "Train-epoch", keep_in_history=True)
         self._call_hooks("after_train_epoch")
 
+    def _train_step(self, batches: Iterator[Any]) -> None:
+        """Train for an optimizer step; call the hooks before and after each micro-batch."""
+        accumulation = self.engine.optimizer.accumulation
+        results = self.engine.train_step(batches, self._returns_output)
+        for number in range(1, accumulation + 1):
+            doing(f"step {self.step + 1}: waiting for data")
+            self._call_hooks("before_train_iter")
+            self._call_timer("start", "Train-step")
+            result = next(results)
+            self._call_timer("stop", "Train-step", keep_in_history=True)
+            doing(f"step {self.step + 1}: hooks after the step")
+            self.update_done = number == accumulation
+            if self.update_done:
+                self._count_step()
+            self._call_hooks("after_train_iter", result)
+            self._cur_step += 1
+
     def _count_step(self) -> None:
+        """Count an optimizer step, and the epoch that it ends; step the engine's schedule."""
         self.step += 1
         self.epoch_step += 1
         if self.epoch_step == self._steps_per_epoch:

@@ -4,6 +4,7 @@ docs/from-colossalai-examples.md lists the names. Our own rooms import from `com
 """
 
 import common.engine  # before any import of torch, which it prepares
+from common.colossal import hooks
 from common.colossal.launch import (
     get_default_parser,
     launch,
@@ -13,7 +14,6 @@ from common.colossal.launch import (
 )
 from common.engine.engine import Engine, initialize
 from common.engine.groups import shutdown
-from common.engine.hooks import repair_hooks
 from common.engine.tensor_parallel.sharding import named_shards
 from common.engine.trainer import Trainer
 from common.engine.upstream import (
@@ -32,5 +32,3 @@ from common.engine.upstream import (
     gpc,
 )
 from common.engine.zero import shard_model
-
-repair_hooks()

@@ -44,3 +44,6 @@ def repair_hooks() -> None:
         metric.get_accumulated_value = lambda self, read=metric.get_accumulated_value: read(
             deepcopy(self)
         )
+
+
+repair_hooks()

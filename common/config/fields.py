@@ -1,4 +1,4 @@
-"""How the config's keys are declared (pydantic), and the one line for a value that does not fit."""
+"""Declare the config's keys (pydantic), and explain in one line a value that does not fit."""
 
 import reprlib
 import types
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     Field,
     PlainSerializer,
@@ -19,7 +20,8 @@ from pydantic.fields import FieldInfo
 from common.errors import UserError, did_you_mean
 from common.files import Schema
 
-ALIASES = {  # what others call a key
+# What others call a key.
+ALIASES = {
     **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
     **dict.fromkeys(("num_heads", "num_attention_heads"), "MODEL.heads"),
     **dict.fromkeys(("num_layers", "num_hidden_layers"), "MODEL.depth"),
@@ -37,22 +39,25 @@ Number = Annotated[
     WrapValidator(lambda value, check: (check(value), value)[1]),
     PlainSerializer(lambda value: value),
 ]
-Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
+Positive = Annotated[Number, Gt(0)]
+NonNegative = Annotated[Number, Ge(0)]
+Fraction = Annotated[NonNegative, Lt(1)]
+Share = Annotated[NonNegative, Le(1)]
+Natural = Annotated[int, Ge(1)]
+# Or a list of as many numbers.
+Pair = Annotated[tuple[Number, Number], Field(strict=False)]
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 
 
 class Section(Schema):
-    """Keys that belong together. Unknown keys are refused, and no value is converted but a list to
-    a tuple.
-    """
+    """Keys that belong together. Unknown ones are refused; only a list is converted, to a tuple."""
 
 
 S = TypeVar("S", bound=Section)
 
 
 def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
-    """Declare a key: its ``default`` (``...``: required), meaning, unit and bounds (``ge``, ``gt``,
-    ``le``, ``lt``).
+    """Declare a key: default (``...``: required), meaning, unit and bounds (ge, gt, le, lt).
 
     ``says`` describes the values where type and bounds do not.
     """
@@ -61,14 +66,15 @@ def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds:
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Return ``values`` as a ``section``; raise `UserError` with one line: key, value, and what it
-    may be.
+    """Return ``values`` as a ``section``.
 
-    ``where`` names the file in which a key is unknown or missing.
+    Raises `UserError` with one line: the key, its value and what it may be; for an unknown or a
+    missing key ``where``, the file.
     """
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
+        # an unknown key first: it may be a missing one, misspelt
         problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         raise UserError(_explain(problem, section, values, f"{where}: " if where else "")) from None
 
@@ -99,6 +105,7 @@ def values_of(field: FieldInfo) -> str:
 
 
 def _describe(kind: Any, metadata: Any = ()) -> str:
+    """Describe the values of a type, with the bounds in its ``metadata``."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _describe(parts[0], [*parts[1:], *metadata])
@@ -106,8 +113,6 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         return " or ".join(_describe(part, metadata) for part in parts)
     if origin is Literal:
         return ", ".join(map(repr, parts))
-    if origin is tuple:
-        return "(" + ", ".join(map(_describe, parts)) + ")"
     if origin is list:
         return f"list of {_describe(*parts)}"
     if issubclass(kind, Enum):
@@ -119,42 +124,40 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(metadata: Any) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    said = [
-        f" {sign} {getattr(one, name)}"
-        for name, sign in signs.items()
-        for one in metadata
-        if hasattr(one, name)
-    ]
-    return " and".join(said)
+    """Return the bounds as " >= 1 and <= 8"."""
+    bounds = []
+    for name, sign in {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items():
+        bounds += [f" {sign} {getattr(one, name)}" for one in metadata if hasattr(one, name)]
+    return " and".join(bounds)
 
 
 def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], where: str) -> str:
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
-    names: list[str] = []
-    inside, field, value, place = section, None, values, [str(part) for part in problem["loc"]]
-    while inside and place and place[0] in inside.model_fields:
-        names.append(place.pop(0))
-        field = inside.model_fields[names[-1]]
-        value = value.get(names[-1]) if isinstance(value, Mapping) else value
+    prefix = ""  # the dotted name of the key at fault, from the outermost section inwards
+    rest = [str(part) for part in problem["loc"]]  # ends with pydantic's names for parts of a value
+    inside: type[Section] | None = section
+    field, value = None, values
+    while inside and rest and rest[0] in inside.model_fields:
+        name = rest.pop(0)
+        prefix += f"{name}."
+        field = inside.model_fields[name]
+        value = value.get(name) if isinstance(value, Mapping) else value
         inside = section_of(field)
-    key = ".".join(names)
+    key = prefix.removesuffix(".")
     if problem["type"] == "extra_forbidden" and inside:
-        unknown, known = (
-            ".".join([*names, *place]),
-            [".".join([*names, name]) for name in inside.model_fields],
-        )
+        unknown = prefix + ".".join(rest)
+        known = [prefix + name for name in inside.model_fields]
         return f"{where}unknown key {unknown}{suggest_key(unknown, known)}"
-    if problem["type"] == "missing" and field and not place:
+    if problem["type"] == "missing" and field and not rest:
         return f"{where}{key} is missing: {field.description}"
     if problem["type"] == "value_error" and inside:  # of the section as a whole
-        return ".".join([*names, str(problem["ctx"]["error"])])
+        return prefix + str(problem["ctx"]["error"])
     assert field
     return f"{key}={SHORT.repr(value)}: expected {values_of(field)}"
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
-    """Return what `did_you_mean` does, of a key; names from other libraries are known too."""
+    """Return `did_you_mean` for a key; names from other libraries are known too."""
     alias = ALIASES.get(name.rpartition(".")[2].lower())
     return did_you_mean(alias, [alias]) if alias else did_you_mean(name, known)
 
@@ -182,15 +185,18 @@ class Options(Section):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Document the default of an option with each choice that has it."""
         for name, field in cls.model_fields.items():
-            choices: dict[str, list[str]] = {}  # by default
+            choices: dict[Any, list[str]] = {}  # by default
             for choice, defaults in cls.TAKES.items():
                 if name in defaults:
-                    default = "by variant" if defaults[name] is None else f"`{defaults[name]!r}`"
-                    choices.setdefault(default, []).append(choice.removeprefix("AMP_TYPE."))
+                    choices.setdefault(defaults[name], []).append(choice.removeprefix("AMP_TYPE."))
+            if len(choices) == 1:
+                field.default = next(iter(choices))
+            shown = []
+            for default, those in choices.items():
+                text = "by variant" if default is None else f"`{default!r}`"
+                shown.append(f"{text} ({', '.join(those)})")
             extra: Any = field.json_schema_extra
-            extra["default"] = ", ".join(
-                f"{default} ({', '.join(those)})" for default, those in choices.items()
-            )
+            extra["default"] = ", ".join(shown)
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
 from pydantic import ConfigDict, model_validator
 
-from common.config.fields import Number, Section, key, parse
+from common.config.fields import Fraction, Natural, Number, Section, Share, key, parse
 from common.errors import UserError, did_you_mean, nearest_multiples
 
 # Keys of DATA, and what timm's configuration of weights calls them.
@@ -18,6 +19,10 @@ TIMM_DATA = {
 }
 
 
+Size = Annotated[int, Ge(1), Le(65536)]
+Classes = Annotated[int, Ge(1), Le(10**8)]
+
+
 class Model(Section):
     """The defaults are ViT-S/16 for ImageNet-1k."""
 
@@ -26,25 +31,20 @@ class Model(Section):
         "a model of timm's by name, whose arguments the other keys then are "
         "([own-images.md](own-images.md))",
     )
-    image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
-    patch_size: int = key(
-        16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536
-    )
-    width: int = key(384, "channels of a token", ge=1, le=65536)
+    image_size: Size = key(224, "side of the square input", unit="pixels")
+    patch_size: Size = key(16, "side of a patch; divides `image_size`", unit="pixels")
+    width: Size = key(384, "channels of a token")
     depth: int = key(12, "number of blocks", ge=1, le=1000)
-    heads: int = key(6, "attention heads; divides `width`", ge=1)
+    heads: Natural = key(6, "attention heads; divides `width`")
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
-    num_classes: int | None = key(
-        None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8
+    num_classes: Classes | None = key(
+        None, "classes of the head; `None`: as many as the data set has"
     )
-    dropout: Number = key(
-        0.0,
-        "after the position embedding and after every projection of a block but qkv",
-        ge=0,
-        lt=1,
+    dropout: Fraction = key(
+        0.0, "after the position embedding and after every projection of a block but qkv"
     )
-    drop_path: Number = key(
-        0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0", ge=0, lt=1
+    drop_path: Fraction = key(
+        0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"
     )
     stem: Literal["patch", "conv"] = key(
         "patch",
@@ -63,11 +63,9 @@ class Model(Section):
     reg_tokens: int = key(
         0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536
     )
-    init_values: Number | None = key(
+    init_values: Share | None = key(
         None,
         "LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale",
-        ge=0,
-        le=1,
     )
     activation_checkpoint: bool = key(
         False, "recompute each block in the backward pass, to save memory"
@@ -125,8 +123,8 @@ class TimmModel(Section):
     model_config = ConfigDict(extra="allow")
 
     timm: str
-    image_size: int = key(..., "side of the square input", ge=1, le=65536)
-    num_classes: int | None = key(None, "classes of the head", ge=1, le=10**8)
+    image_size: Size = key(..., "side of the square input")
+    num_classes: Classes | None = key(None, "classes of the head")
     pretrained: bool = key(False, "with `timm`: its weights as `INIT`")
     sync_bn: bool = key(False, "with `timm`: batch norms take the statistics of all GPUs' images")
     activation_checkpoint: bool = key(False, "recompute each block in the backward pass")

@@ -1,6 +1,4 @@
-"""The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data
-set.
-"""
+"""Work out the batches and steps of a run from its config, the number of GPUs and the data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ class Plan:
 
 
 def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -> Plan:
-    """Work out the plan for ``gpus`` processes; without ``data`` all step counts are 0.
+    """Return the plan for ``gpus`` processes; without ``data`` all step counts are 0.
 
     Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that
     does.
@@ -84,18 +82,24 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     if total is None:
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _divide_batch(config, total, data_parallel)
-    if (repeats := config["DATA"]["repeats"]) > total:
+    repeats = config["DATA"]["repeats"]
+    if repeats > total:
         raise UserError(
             f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it (3 is usual)"
         )
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set "
-            "it to at most that"
+            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: "
+            "set it to at most that"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
-    cooldown = max(0, min(round(config["COOLDOWN_EPOCHS"] * steps_per_epoch), total_steps - 1))
+
+    def count_steps(epochs: float, most: int) -> int:
+        return max(0, min(round(epochs * steps_per_epoch), most))
+
+    # a step at the peak learning rate remains
+    cooldown = count_steps(config["COOLDOWN_EPOCHS"], total_steps - 1)
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -105,9 +109,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=max(
-            0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - cooldown - 1)
-        ),
+        warmup_steps=count_steps(config["WARMUP_EPOCHS"], total_steps - cooldown - 1),
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
         cooldown_steps=cooldown,
@@ -116,8 +118,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
 
 
 def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
-    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation
-    1).
+    """Return the micro-batch and the accumulation; the config has either, both, or neither.
 
     Without accumulation, a micro-batch is no larger than what a process has of the global batch.
     """
@@ -125,27 +126,28 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
     if micro and accumulation in (None, 1) and total < micro * data_parallel:
         micro = None if total % data_parallel else total // data_parallel
     if micro and accumulation and micro * accumulation * data_parallel != total:
+        product = f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation}"
         raise UserError(
-            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} "
-            "processes is "
-            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the "
-            "first two to None"
+            f"{product} x {data_parallel} processes is {micro * accumulation * data_parallel}, "
+            f"not TOTAL_BATCH_SIZE={total}: set one of the first two to None"
         )
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
-        said = (
-            f"MICRO_BATCH_SIZE={micro} x "
-            if micro
-            else f"gradient_accumulation={accumulation} x " * bool(accumulation)
-        )
-        either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
+        factor = either = ""
+        if micro:
+            factor = f"MICRO_BATCH_SIZE={micro} x "
+            either = "" if total % data_parallel else ", or MICRO_BATCH_SIZE=None"
+        elif accumulation:
+            factor = f"gradient_accumulation={accumulation} x "
+        divisor = factor + counted(data_parallel, "data-parallel process")
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is not divisible by "
-            f"{said}{counted(data_parallel, 'data-parallel process')}: "
-            f"set it to {nearest_multiples(total, unit)}{either}, or start another number of "
-            "processes"
+            f"TOTAL_BATCH_SIZE={total} is not divisible by {divisor}: set it to "
+            f"{nearest_multiples(total, unit)}{either}, or start another number of processes"
         )
-    micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
+    if micro:
+        accumulation = total // unit
+    else:
+        micro, accumulation = total // unit, accumulation or 1
     stated = config["BATCH_SIZE"]
     if stated is not None and stated != total // accumulation:
         expected = f"TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}"

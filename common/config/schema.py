@@ -14,10 +14,15 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, mode
 from pydantic.fields import FieldInfo
 
 from common.config.fields import (
+    Fraction,
+    Natural,
+    NonNegative,
     Number,
     Options,
     Pair,
+    Positive,
     Section,
+    Share,
     Triple,
     key,
     section_of,
@@ -146,7 +151,7 @@ class Optimizer(Options):
     )
     # these belong to some optimizers; their defaults are in `OPTIMIZERS`
     betas: BETAS = key(None, "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
-    eps: Number = key(None, "added to the root of the second moment", gt=0)
+    eps: Positive = key(None, "added to the root of the second moment")
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
         None, "LAMB implementation to match; sets defaults for the four options below and `eps`"
     )
@@ -158,11 +163,11 @@ class Optimizer(Options):
     trust_range: LIMITS = key(
         None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high"
     )
-    momentum: Number = key(None, "0: none", ge=0, lt=1)
-    adamw_lr_scale: Number = key(
-        None, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0
+    momentum: Fraction = key(None, "0: none")
+    adamw_lr_scale: Positive = key(
+        None, "learning rate of what is no block's matrix, as a multiple of the others'"
     )
-    dampening: Number = key(None, "of momentum", ge=0, le=1)
+    dampening: Share = key(None, "of momentum")
     nesterov: bool = key(None, "Nesterov momentum")
 
     @model_validator(mode="after")
@@ -175,7 +180,7 @@ class Optimizer(Options):
 
 
 class Log(Section):
-    every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
+    every: Natural = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps")
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[str], Field(strict=False)] = key(
         [],
@@ -185,9 +190,9 @@ class Log(Section):
 
 
 class TensorParallel(Options):
-    size: int = key(1, "GPUs that share one model", ge=1)
+    size: Natural = key(1, "GPUs that share one model")
     mode: TensorMode = key(None, "how they share it")
-    depth: int = key(1, "2.5d: squares that make up the size", ge=1)
+    depth: Natural = key(1, "2.5d: squares that make up the size")
 
 
 # Colossal-AI takes a dict too.
@@ -224,11 +229,11 @@ class Fp16(Options):
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
         None, "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
     )
-    init_scale: Number = key(2.0**16, "first scale of the loss, in float16", gt=0)
+    init_scale: Positive = key(2.0**16, "first scale of the loss, in float16")
     growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
     backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", gt=0, lt=1)
-    growth_interval: int = key(
-        2000, "between two raises without an overflow", unit="optimizer steps", ge=1
+    growth_interval: Natural = key(
+        2000, "between two raises without an overflow", unit="optimizer steps"
     )
     enabled: bool = key(True, "scale the loss in float16")
 
@@ -267,57 +272,53 @@ STEPS_OR_MINUTES = Annotated[
 
 
 class Config(Section):
-    TOTAL_BATCH_SIZE: int | None = key(
+    TOTAL_BATCH_SIZE: Natural | None = key(
         None,
         "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`",
         unit="images",
-        ge=1,
     )
-    MICRO_BATCH_SIZE: int | None = key(
+    MICRO_BATCH_SIZE: Natural | None = key(
         None,
         "samples per forward pass on a GPU, or on the GPUs that share one model",
         unit="images",
-        ge=1,
     )
-    BATCH_SIZE: int | None = key(
-        None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images", ge=1
+    BATCH_SIZE: Natural | None = key(
+        None, "derived: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images"
     )
     GPUS: int = key(
         1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6
     )
-    NUM_EPOCHS: int = key(..., "passes over the training data", unit="epochs", ge=1)
-    WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
-    MAX_STEPS: int | None = key(
-        None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1
+    NUM_EPOCHS: Natural = key(..., "passes over the training data", unit="epochs")
+    WARMUP_EPOCHS: NonNegative = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs")
+    MAX_STEPS: Natural | None = key(
+        None, "stop early; the schedule is unchanged", unit="optimizer steps"
     )
-    EVAL_EVERY: int = key(
-        1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1
+    EVAL_EVERY: Natural = key(
+        1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs"
     )
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
         "10 min",
         "interval between checkpoints",
         says="optimizer steps, as 500, or minutes, as '10 min'",
     )
-    KEEP: int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
-    LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
-    WEIGHT_DECAY: Number = key(0.0, "decoupled, but for `sgd`", ge=0)
+    KEEP: Natural = key(2, "newest checkpoints that are kept, beside the best")
+    LEARNING_RATE: Positive = key(..., "peak, at the end of warm-up")
+    WEIGHT_DECAY: NonNegative = key(0.0, "decoupled, but for `sgd`")
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
         "cosine",
         "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of "
         "warm-up",
     )
-    MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
-    WARMUP_LR: Number | None = key(
-        None,
-        "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`",
-        ge=0,
+    MIN_LR: NonNegative = key(0.0, "learning rate at the end of the decay")
+    WARMUP_LR: NonNegative | None = key(
+        None, "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`"
     )
-    COOLDOWN_EPOCHS: Number = key(
-        0, "last epochs, which are trained at `MIN_LR`", unit="epochs", ge=0
+    COOLDOWN_EPOCHS: NonNegative = key(
+        0, "last epochs, which are trained at `MIN_LR`", unit="epochs"
     )
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
-    EMA: Number = key(
-        0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1
+    EMA: Fraction = key(
+        0.0, "decay of the weights' moving average, which is then evaluated; 0: none"
     )
     EMA_WARMUP: bool = key(
         True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)"
@@ -345,22 +346,17 @@ class Config(Section):
     THREE_AUGMENT: bool = key(
         False, "3-Augment (DeiT III): an image is made grey, solarised or blurred"
     )
-    COLOR_JITTER: Number = key(
-        0.0, "range of brightness, contrast, saturation around 1; 0: none", ge=0, le=1
-    )
-    ERASING: Number = key(
-        0.0, "probability that a rectangle of a training image is erased", ge=0, le=1
-    )
+    COLOR_JITTER: Share = key(0.0, "range of brightness, contrast, saturation around 1; 0: none")
+    ERASING: Share = key(0.0, "probability that a rectangle of a training image is erased")
     ERASING_MODE: Literal["const", "pixel"] = key(
         "const", "what is erased becomes the mean, or normal noise"
     )
-    LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
-    BCE_THRESHOLD: Annotated[Number, Field(ge=0, lt=1)] | Literal["soft"] | None = key(
+    LABEL_SMOOTHING: Fraction = key(0.0, "share of the target spread over all classes")
+    BCE_THRESHOLD: Fraction | Literal["soft"] | None = key(
         None,
         "binary cross-entropy: classes above this share of the label are on, or with 'soft' the "
         "shares are the target; "
         "`None`: cross-entropy",
-        says="number >= 0 and < 1, 'soft' or None",
     )
     BCE_SUM: bool = key(False, "sum binary cross-entropy over the classes instead of averaging it")
     DATA: Data = key(Data(), "where the images are and how they are read")
@@ -378,9 +374,7 @@ class Config(Section):
     SEED: int = key(
         1024, "seed for initialisation, sampling, augmentation, dropout", ge=0, le=2**63 - 1
     )
-    TENSOR_PARALLEL_SIZE: int = key(
-        1, "GPUs that share one model; `parallel` is made from it", ge=1
-    )
+    TENSOR_PARALLEL_SIZE: Natural = key(1, "GPUs that share one model; `parallel` is made from it")
     TENSOR_PARALLEL_MODE: TensorMode = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     zero: Zero | None = key(
@@ -394,9 +388,9 @@ class Config(Section):
         "kernels; 'model': the model; `None`: True on GPUs without tensor parallelism",
         says="True, False, None, 'model' or 'max-autotune'",
     )
-    gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
-    clip_grad_norm: Number = key(
-        0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0
+    gradient_accumulation: Natural | None = key(None, "micro-batches per optimizer step")
+    clip_grad_norm: NonNegative = key(
+        0.0, "largest norm of the gradient of all weights; 0: no clipping"
     )
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
     cudnn_benchmark: bool = key(False, "let cuDNN search for its fastest kernels")

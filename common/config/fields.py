@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
+    ConfigDict,
     Field,
     PlainSerializer,
     ValidationError,
@@ -29,6 +30,8 @@ ALIASES = {
     "lr": "LEARNING_RATE",
     "batch_size": "TOTAL_BATCH_SIZE",
 }
+# The default of an option that depends on `Options.CHOICE`.
+OF_CHOICE: Any = None
 NONE = type(None)
 SHORT = reprlib.Repr()
 SHORT.maxstring = 100
@@ -50,19 +53,29 @@ Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 
 
 class Section(Schema):
-    """Keys that belong together. Unknown ones are refused; only a list is converted, to a tuple."""
+    """Keys that belong together: a type and a default, then what the key means as its docstring.
+
+    Unknown ones are refused, and no value is converted but a list to a tuple.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Put the meaning of each key in one line."""
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split())
 
 
 S = TypeVar("S", bound=Section)
 
 
-def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
-    """Declare a key: default (``...``: required), meaning, unit and bounds (ge, gt, le, lt).
+def key(default: Any, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
+    """Declare a key: default (``...``: required), unit and bounds (ge, gt, le, lt).
 
     ``says`` describes the values where type and bounds do not.
     """
-    extra: Any = {"unit": unit, "says": says}
-    return Field(default, description=meaning, json_schema_extra=extra, **bounds)
+    return Field(default, json_schema_extra={"unit": unit, "says": says}, **bounds)
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -99,9 +112,10 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def values_of(field: FieldInfo) -> str:
     """Describe the values that a key may have."""
-    extra: Any = field.json_schema_extra
-    text = extra["says"] or _describe(field.annotation, field.metadata)
-    return f"{text} ({extra['unit']})" if extra["unit"] else text
+    extra: Any = field.json_schema_extra or {}
+    text = extra.get("says") or _describe(field.annotation, field.metadata)
+    unit = extra.get("unit")
+    return f"{text} ({unit})" if unit else text
 
 
 def _describe(kind: Any, metadata: Any = ()) -> str:
@@ -183,7 +197,8 @@ class Options(Section):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Document the default of an option with each choice that has it."""
+        """Note the default of an option with each choice that has it."""
+        super().__pydantic_init_subclass__()
         for name, field in cls.model_fields.items():
             choices: dict[Any, list[str]] = {}  # by default
             for choice, defaults in cls.TAKES.items():
@@ -195,8 +210,8 @@ class Options(Section):
             for default, those in choices.items():
                 text = "by variant" if default is None else f"`{default!r}`"
                 shown.append(f"{text} ({', '.join(those)})")
-            extra: Any = field.json_schema_extra
-            extra["default"] = ", ".join(shown)
+            extra: Any = field.json_schema_extra or {}
+            field.json_schema_extra = {**extra, "default": ", ".join(shown)}
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":

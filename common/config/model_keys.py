@@ -26,50 +26,59 @@ Classes = Annotated[int, Ge(1), Le(10**8)]
 class Model(Section):
     """The defaults are ViT-S/16 for ImageNet-1k."""
 
-    timm: str | None = key(
-        None,
-        "a model of timm's by name, whose arguments the other keys then are "
-        "([own-images.md](own-images.md))",
-    )
-    image_size: Size = key(224, "side of the square input", unit="pixels")
-    patch_size: Size = key(16, "side of a patch; divides `image_size`", unit="pixels")
-    width: Size = key(384, "channels of a token")
-    depth: int = key(12, "number of blocks", ge=1, le=1000)
-    heads: Natural = key(6, "attention heads; divides `width`")
-    mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
-    num_classes: Classes | None = key(
-        None, "classes of the head; `None`: as many as the data set has"
-    )
-    dropout: Fraction = key(
-        0.0, "after the position embedding and after every projection of a block but qkv"
-    )
-    drop_path: Fraction = key(
-        0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"
-    )
-    stem: Literal["patch", "conv"] = key(
-        "patch",
-        "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch "
-        "projection",
-    )
-    pool: Literal["cls", "avg", "seq"] = key(
-        "cls",
-        "what the head reads: the class token, the mean of the patches, or their learned mean "
-        "(arXiv 2104.05704)",
-    )
-    position: Literal["learned", "sincos2d"] = key(
-        "learned", "position embedding; `sincos2d` is fixed"
-    )
-    no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
-    reg_tokens: int = key(
-        0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536
-    )
-    init_values: Share | None = key(
-        None,
-        "LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale",
-    )
-    activation_checkpoint: bool = key(
-        False, "recompute each block in the backward pass, to save memory"
-    )
+    timm: str | None = None
+    """a model of timm's by name, whose arguments the other keys then are
+    ([own-images.md](own-images.md))"""
+
+    image_size: Size = key(224, unit="pixels")
+    """side of the square input"""
+
+    patch_size: Size = key(16, unit="pixels")
+    """side of a patch; divides `image_size`"""
+
+    width: Size = 384
+    """channels of a token"""
+
+    depth: int = key(12, ge=1, le=1000)
+    """number of blocks"""
+
+    heads: Natural = 6
+    """attention heads; divides `width`"""
+
+    mlp_ratio: Number = key(4.0, gt=0, le=1000)
+    """hidden channels of the MLP / `width`"""
+
+    num_classes: Classes | None = None
+    """classes of the head; `None`: as many as the data set has"""
+
+    dropout: Fraction = 0.0
+    """after the position embedding and after every projection of a block but qkv"""
+
+    drop_path: Fraction = 0.0
+    """stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"""
+
+    stem: Literal["patch", "conv"] = "patch"
+    """`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch
+    projection"""
+
+    pool: Literal["cls", "avg", "seq"] = "cls"
+    """what the head reads: the class token, the mean of the patches, or their learned mean
+    (arXiv 2104.05704)"""
+
+    position: Literal["learned", "sincos2d"] = "learned"
+    """position embedding; `sincos2d` is fixed"""
+
+    no_embed_class: bool = False
+    """no position embedding for the class token and the registers"""
+
+    reg_tokens: int = key(0, ge=0, le=65536)
+    """register tokens (arXiv 2309.16588), which the head does not read"""
+
+    init_values: Share | None = None
+    """LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale"""
+
+    activation_checkpoint: bool = False
+    """recompute each block in the backward pass, to save memory"""
 
     @model_validator(mode="after")
     def _divide(self) -> "Model":
@@ -123,11 +132,20 @@ class TimmModel(Section):
     model_config = ConfigDict(extra="allow")
 
     timm: str
-    image_size: Size = key(..., "side of the square input")
-    num_classes: Classes | None = key(None, "classes of the head")
-    pretrained: bool = key(False, "with `timm`: its weights as `INIT`")
-    sync_bn: bool = key(False, "with `timm`: batch norms take the statistics of all GPUs' images")
-    activation_checkpoint: bool = key(False, "recompute each block in the backward pass")
+    image_size: Size
+    """side of the square input"""
+
+    num_classes: Classes | None = None
+    """classes of the head"""
+
+    pretrained: bool = False
+    """with `timm`: its weights as `INIT`"""
+
+    sync_bn: bool = False
+    """with `timm`: batch norms take the statistics of all GPUs' images"""
+
+    activation_checkpoint: bool = False
+    """recompute each block in the backward pass"""
 
     @model_validator(mode="before")
     @classmethod

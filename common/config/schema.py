@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, mode
 from pydantic.fields import FieldInfo
 
 from common.config.fields import (
+    OF_CHOICE,
     Fraction,
     Natural,
     NonNegative,
@@ -46,77 +47,80 @@ TimmRandAugment = Annotated[
         lambda text: bool(re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
     ),
 ]
+CropScale = Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)]
+CropRatio = Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 100)]
+Deviation = Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)]
 
 
 class Data(Section):
-    root: str | None = key(
-        None,
-        "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are "
-        "downloaded to ./data",
-    )
-    download: bool = key(
-        False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"
-    )
-    loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
-    workers: int | None = key(
-        None, "decoding threads or processes per rank; `None`: its share of cores", ge=0, le=1024
-    )
-    order: Literal[None, "blocks", "random"] = key(
-        None,
-        "order over shards (data.md); blocks: in large reads, shuffled within windows; random: "
-        "image by image; `None`: "
-        "blocks where the training shards exceed the host's memory",
-    )
-    block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
-    window: int = key(
-        2, "blocks that each of at most 64 streams of `order='blocks'` shuffles", ge=1, le=10**4
-    )
-    split: Literal[None, "counted"] = key(
-        None,
-        "which fifth of a folder without a validation split is held out ([own-images.md]"
-        "(own-images.md#1-prepare)); `None`: by file name, or as the resumed run did; counted: as "
-        "earlier versions did",
-    )
-    crop: Literal["random_resized", "simple"] = key(
-        "random_resized",
-        "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 "
-        "pixels",
-    )
-    crop_scale: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
-        (0.08, 1.0),
-        "share of the image's area that a training crop takes",
-        says="(low, high), 0 < low <= high <= 1",
-    )
-    crop_ratio: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
-        (3 / 4, 4 / 3),
-        "width / height of a training crop",
-        says="(low, high), 0 < low <= high <= 100",
-    )
-    repeats: int = key(
-        1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024
-    )
-    flip: bool = key(True, "mirror half of the training images")
-    crop_padding: int = key(
-        4, "CIFAR-10: border around an image before its crop", unit="pixels", ge=0, le=1024
-    )
+    root: str | None = None
+    """folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are
+    downloaded to ./data"""
+
+    download: bool = False
+    """CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"""
+
+    loader: Literal["dali", "torchvision"] = "dali"
+    """which loader decodes"""
+
+    workers: int | None = key(None, ge=0, le=1024)
+    """decoding threads or processes per rank; `None`: its share of cores"""
+
+    order: Literal[None, "blocks", "random"] = None
+    """order over shards (data.md); blocks: in large reads, shuffled within windows; random:
+    image by image; `None`: blocks where the training shards exceed the host's memory"""
+
+    block: Number = key(16, unit="MB", ge=1e-3, le=1e4)
+    """most that is read at once in blocks"""
+
+    window: int = key(2, ge=1, le=10**4)
+    """blocks that each of at most 64 streams of `order='blocks'` shuffles"""
+
+    split: Literal[None, "counted"] = None
+    """which fifth of a folder without a validation split is held out
+    ([own-images.md](own-images.md#1-prepare)); `None`: by file name, or as the resumed run did;
+    counted: as earlier versions did"""
+
+    crop: Literal["random_resized", "simple"] = "random_resized"
+    """training crop; `simple` (DeiT III): a random square of the resized image, padded by 4
+    pixels"""
+
+    crop_scale: CropScale = key((0.08, 1.0), says="(low, high), 0 < low <= high <= 1")
+    """share of the image's area that a training crop takes"""
+
+    crop_ratio: CropRatio = key((3 / 4, 4 / 3), says="(low, high), 0 < low <= high <= 100")
+    """width / height of a training crop"""
+
+    repeats: int = key(1, ge=1, le=1024)
+    """repeated augmentation (arXiv 1901.09335): draws of an image in a batch"""
+
+    flip: bool = True
+    """mirror half of the training images"""
+
+    crop_padding: int = key(4, unit="pixels", ge=0, le=1024)
+    """CIFAR-10: border around an image before its crop"""
+
     randaugment: TorchvisionRandAugment | TimmRandAugment | None = key(
         None,
-        "`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's, "
-        "with "
-        "`loader='torchvision'` only",
         says="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
-    autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
-    interpolation: Literal["bilinear", "bicubic"] = key(
-        "bilinear", "antialiased filter that resizes images"
-    )
-    eval_crop: Number = key(
-        0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1
-    )
-    mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
-    std: Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)] = key(
-        (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
-    )
+    """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's,
+    with `loader='torchvision'` only"""
+
+    autoaugment: Literal[None, "cifar10"] = None
+    """CIFAR-10: AutoAugment's policy for training"""
+
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """antialiased filter that resizes images"""
+
+    eval_crop: Number = key(0.875, ge=0.1, le=1)
+    """share of the short side that evaluation's centre crop takes"""
+
+    mean: Triple = key((0.485, 0.456, 0.406), says="(R, G, B)")
+    """subtracted from R, G, B (0 to 1)"""
+
+    std: Deviation = key((0.229, 0.224, 0.225), says="(R, G, B), each >= 1e-6")
+    """then divided by"""
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
@@ -139,36 +143,48 @@ TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
 class Optimizer(Options):
     CHOICE = "name"
     TAKES: ClassVar = {name: entry.defaults for name, entry in OPTIMIZERS.items()}
-    name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "adamw", "`lamb`, `muon`: common/optim/; the others are torch's"
-    )
-    decay_all: bool = key(
-        True,
-        "`False`: no weight decay on biases, norms, class token, registers, position embedding",
-    )
-    layer_decay: Number = key(
-        1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1
-    )
+    name: Literal[*OPTIMIZERS] = "adamw"  # pyright: ignore[reportInvalidTypeForm]
+    """`lamb`, `muon`: common/optim/; the others are torch's"""
+
+    decay_all: bool = True
+    """`False`: no weight decay on biases, norms, class token, registers, position embedding"""
+
+    layer_decay: Number = key(1.0, gt=0, le=1)
+    """factor of the learning rate per layer from the head down; 1: none"""
+
     # these belong to some optimizers; their defaults are in `OPTIMIZERS`
-    betas: BETAS = key(None, "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
-    eps: Positive = key(None, "added to the root of the second moment")
-    variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        None, "LAMB implementation to match; sets defaults for the four options below and `eps`"
-    )
-    bias_correction: bool = key(None, "divide the moments by 1 - beta^step")
-    max_grad_norm: Limit = key(
-        None, "clip the gradient's norm; infinite: never", says="number > 0", gt=0
-    )
-    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
-    trust_range: LIMITS = key(
-        None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high"
-    )
-    momentum: Fraction = key(None, "0: none")
-    adamw_lr_scale: Positive = key(
-        None, "learning rate of what is no block's matrix, as a multiple of the others'"
-    )
-    dampening: Share = key(None, "of momentum")
-    nesterov: bool = key(None, "Nesterov momentum")
+    betas: BETAS = key(None, says="(beta1, beta2), each >= 0 and < 1")
+    """decay of the moments"""
+
+    eps: Positive = OF_CHOICE
+    """added to the root of the second moment"""
+
+    variant: Literal["colossalai", "apex", "deepspeed", "timm"] = OF_CHOICE
+    """LAMB implementation to match; sets defaults for the four options below and `eps`"""
+
+    bias_correction: bool = OF_CHOICE
+    """divide the moments by 1 - beta^step"""
+
+    max_grad_norm: Limit = key(None, says="number > 0", gt=0)
+    """clip the gradient's norm; infinite: never"""
+
+    always_adapt: bool = OF_CHOICE
+    """trust ratio for tensors without weight decay too"""
+
+    trust_range: LIMITS = key(None, says="(low, high), 0 <= low <= high")
+    """least and greatest trust ratio"""
+
+    momentum: Fraction = OF_CHOICE
+    """0: none"""
+
+    adamw_lr_scale: Positive = OF_CHOICE
+    """learning rate of what is no block's matrix, as a multiple of the others'"""
+
+    dampening: Share = OF_CHOICE
+    """of momentum"""
+
+    nesterov: bool = OF_CHOICE
+    """Nesterov momentum"""
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
@@ -180,19 +196,26 @@ class Optimizer(Options):
 
 
 class Log(Section):
-    every: Natural = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps")
-    tensorboard: bool = key(True, "write TensorBoard event files too")
-    trackers: Annotated[list[str], Field(strict=False)] = key(
-        [],
-        "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless "
-        "`WANDB_PROJECT` is set",
-    )
+    every: Natural = key(10, unit="optimizer steps")
+    """steps between two lines of metrics.jsonl"""
+
+    tensorboard: bool = True
+    """write TensorBoard event files too"""
+
+    trackers: Annotated[list[str], Field(strict=False)] = key([])
+    """`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless
+    `WANDB_PROJECT` is set"""
 
 
 class TensorParallel(Options):
-    size: Natural = key(1, "GPUs that share one model")
-    mode: TensorMode = key(None, "how they share it")
-    depth: Natural = key(1, "2.5d: squares that make up the size")
+    size: Natural = 1
+    """GPUs that share one model"""
+
+    mode: TensorMode = None
+    """how they share it"""
+
+    depth: Natural = 1
+    """2.5d: squares that make up the size"""
 
 
 # Colossal-AI takes a dict too.
@@ -202,10 +225,11 @@ Pipeline = Annotated[
 
 
 class Parallel(Options):
-    pipeline: Pipeline = key(1, "pipeline parallelism is not supported: 1", ge=1)
-    tensor: TensorParallel = key(
-        TensorParallel(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`"
-    )
+    pipeline: Pipeline = key(1, ge=1)
+    """pipeline parallelism is not supported: 1"""
+
+    tensor: TensorParallel = TensorParallel()
+    """tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`"""
 
 
 # As config.json spells it too.
@@ -218,24 +242,30 @@ Mode = Annotated[
 class Fp16(Options):
     CHOICE = "mode"
     TAKES: ClassVar = {"AMP_TYPE.APEX": {"opt_level": "O1"}}
-    mode: Mode | None = key(
-        None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"
-    )
-    dtype: Literal["float16", "bfloat16"] | None = key(
-        None,
-        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 "
-        "on CPUs",
-    )
-    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
-        None, "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
-    )
-    init_scale: Positive = key(2.0**16, "first scale of the loss, in float16")
-    growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
-    backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", gt=0, lt=1)
-    growth_interval: Natural = key(
-        2000, "between two raises without an overflow", unit="optimizer steps"
-    )
-    enabled: bool = key(True, "scale the loss in float16")
+    mode: Mode | None = None
+    """TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"""
+
+    dtype: Literal["float16", "bfloat16"] | None = None
+    """compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on
+    CPUs"""
+
+    opt_level: Literal["O0", "O1", "O2", "O3"] = OF_CHOICE
+    """O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"""
+
+    init_scale: Positive = 2.0**16
+    """first scale of the loss, in float16"""
+
+    growth_factor: Number = key(2.0, gt=1)
+    """raises the scale of the loss"""
+
+    backoff_factor: Number = key(0.5, gt=0, lt=1)
+    """lowers the scale of the loss after an overflow"""
+
+    growth_interval: Natural = key(2000, unit="optimizer steps")
+    """between two raises without an overflow"""
+
+    enabled: bool = True
+    """scale the loss in float16"""
 
     @model_validator(mode="after")
     def _needs_mode(self) -> "Fp16":
@@ -247,19 +277,25 @@ class Fp16(Options):
 
 
 class TorchDdp(Options):
-    bucket_cap_mb: Number = key(
-        25, "size of the buckets in which gradients are averaged", unit="MiB", gt=0, le=2**20
-    )
-    gradient_as_bucket_view: bool = key(True, "keep gradients in the buckets")
-    broadcast_buffers: bool = key(True, "rank 0's buffers for all ranks, before each forward pass")
-    find_unused_parameters: bool = key(False, "allow parameters that get no gradient")
-    static_graph: bool = key(False, "the graph is the same in every step")
+    bucket_cap_mb: Number = key(25, unit="MiB", gt=0, le=2**20)
+    """size of the buckets in which gradients are averaged"""
+
+    gradient_as_bucket_view: bool = True
+    """keep gradients in the buckets"""
+
+    broadcast_buffers: bool = True
+    """rank 0's buffers for all ranks, before each forward pass"""
+
+    find_unused_parameters: bool = False
+    """allow parameters that get no gradient"""
+
+    static_graph: bool = False
+    """the graph is the same in every step"""
 
 
 class Zero(Section):
-    stage: Literal[1, 3] = key(
-        ..., "1: shard the optimizer's state; 3: parameters and gradients too"
-    )
+    stage: Literal[1, 3]
+    """1: shard the optimizer's state; 3: parameters and gradients too"""
 
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
@@ -272,129 +308,162 @@ STEPS_OR_MINUTES = Annotated[
 
 
 class Config(Section):
-    TOTAL_BATCH_SIZE: Natural | None = key(
-        None,
-        "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`",
-        unit="images",
-    )
-    MICRO_BATCH_SIZE: Natural | None = key(
-        None,
-        "samples per forward pass on a GPU, or on the GPUs that share one model",
-        unit="images",
-    )
-    BATCH_SIZE: Natural | None = key(
-        None, "derived: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images"
-    )
-    GPUS: int = key(
-        1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6
-    )
-    NUM_EPOCHS: Natural = key(..., "passes over the training data", unit="epochs")
-    WARMUP_EPOCHS: NonNegative = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs")
-    MAX_STEPS: Natural | None = key(
-        None, "stop early; the schedule is unchanged", unit="optimizer steps"
-    )
-    EVAL_EVERY: Natural = key(
-        1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs"
-    )
+    TOTAL_BATCH_SIZE: Natural | None = key(None, unit="images")
+    """samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`"""
+
+    MICRO_BATCH_SIZE: Natural | None = key(None, unit="images")
+    """samples per forward pass on a GPU, or on the GPUs that share one model"""
+
+    BATCH_SIZE: Natural | None = key(None, unit="images")
+    """derived: `TOTAL_BATCH_SIZE // gradient_accumulation`"""
+
+    GPUS: int = key(1, ge=1, le=10**6)
+    """GPUs the recipe is written for; default GPU count for `--dry-run`"""
+
+    NUM_EPOCHS: Natural = key(..., unit="epochs")
+    """passes over the training data"""
+
+    WARMUP_EPOCHS: NonNegative = key(0, unit="epochs")
+    """linear warm-up; less than `NUM_EPOCHS`"""
+
+    MAX_STEPS: Natural | None = key(None, unit="optimizer steps")
+    """stop early; the schedule is unchanged"""
+
+    EVAL_EVERY: Natural = key(1, unit="epochs")
+    """epochs between evaluations; the last epoch is always evaluated"""
+
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
-        "10 min",
-        "interval between checkpoints",
-        says="optimizer steps, as 500, or minutes, as '10 min'",
+        "10 min", says="optimizer steps, as 500, or minutes, as '10 min'"
     )
-    KEEP: Natural = key(2, "newest checkpoints that are kept, beside the best")
-    LEARNING_RATE: Positive = key(..., "peak, at the end of warm-up")
-    WEIGHT_DECAY: NonNegative = key(0.0, "decoupled, but for `sgd`")
-    LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "cosine",
-        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of "
-        "warm-up",
-    )
-    MIN_LR: NonNegative = key(0.0, "learning rate at the end of the decay")
-    WARMUP_LR: NonNegative | None = key(
-        None, "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`"
-    )
-    COOLDOWN_EPOCHS: NonNegative = key(
-        0, "last epochs, which are trained at `MIN_LR`", unit="epochs"
-    )
-    OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
-    EMA: Fraction = key(
-        0.0, "decay of the weights' moving average, which is then evaluated; 0: none"
-    )
-    EMA_WARMUP: bool = key(
-        True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)"
-    )
-    MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = key(
-        Model(), "the model's shape, or with `timm` the name of one of timm's"
-    )
-    OUTPUT: str | None = key(
-        None, "folder of the run without `--output`; `None`: outputs/<name of the config>"
-    )
-    INIT: str | None = key(
-        None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME"
-    )
-    FREEZE: Literal[None, "body"] = key(
-        None, "`body`: train the head alone, on `INIT`'s features (linear probing)"
-    )
-    MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
-    CUTMIX: Number = key(
-        0.0,
-        "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches",
-        ge=0,
-        le=1000,
-    )
-    MIXUP_OFF_EPOCHS: int = key(0, "last epochs, without Mixup and CutMix", unit="epochs", ge=0)
-    THREE_AUGMENT: bool = key(
-        False, "3-Augment (DeiT III): an image is made grey, solarised or blurred"
-    )
-    COLOR_JITTER: Share = key(0.0, "range of brightness, contrast, saturation around 1; 0: none")
-    ERASING: Share = key(0.0, "probability that a rectangle of a training image is erased")
-    ERASING_MODE: Literal["const", "pixel"] = key(
-        "const", "what is erased becomes the mean, or normal noise"
-    )
-    LABEL_SMOOTHING: Fraction = key(0.0, "share of the target spread over all classes")
-    BCE_THRESHOLD: Fraction | Literal["soft"] | None = key(
-        None,
-        "binary cross-entropy: classes above this share of the label are on, or with 'soft' the "
-        "shares are the target; "
-        "`None`: cross-entropy",
-    )
-    BCE_SUM: bool = key(False, "sum binary cross-entropy over the classes instead of averaging it")
-    DATA: Data = key(Data(), "where the images are and how they are read")
-    LOG: Log = key(Log(), "what is written while training")
-    MAX_SKIPPED: int = key(
-        20, "updates in a row that may be skipped for numbers that are not finite", ge=0
-    )
-    TIMEOUT: Number = key(
-        600,
-        "after which a lost or hanging rank ends the run; longer than a checkpoint takes to write",
-        unit="seconds",
-        ge=1,
-        le=10**7,
-    )
-    SEED: int = key(
-        1024, "seed for initialisation, sampling, augmentation, dropout", ge=0, le=2**63 - 1
-    )
-    TENSOR_PARALLEL_SIZE: Natural = key(1, "GPUs that share one model; `parallel` is made from it")
-    TENSOR_PARALLEL_MODE: TensorMode = key(None, "how they share it")
-    parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
-    zero: Zero | None = key(
-        None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))"
-    )
-    fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
-    TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
+    """interval between checkpoints"""
+
+    KEEP: Natural = 2
+    """newest checkpoints that are kept, beside the best"""
+
+    LEARNING_RATE: Positive
+    """peak, at the end of warm-up"""
+
+    WEIGHT_DECAY: NonNegative = 0.0
+    """decoupled, but for `sgd`"""
+
+    LR_SCHEDULE: Literal[*SCHEDULES] = "cosine"  # pyright: ignore[reportInvalidTypeForm]
+    """decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of
+    warm-up"""
+
+    MIN_LR: NonNegative = 0.0
+    """learning rate at the end of the decay"""
+
+    WARMUP_LR: NonNegative | None = None
+    """learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`"""
+
+    COOLDOWN_EPOCHS: NonNegative = key(0, unit="epochs")
+    """last epochs, which are trained at `MIN_LR`"""
+
+    OPTIMIZER: Optimizer = Optimizer()
+    """the optimizer, and its own options"""
+
+    EMA: Fraction = 0.0
+    """decay of the weights' moving average, which is then evaluated; 0: none"""
+
+    EMA_WARMUP: bool = True
+    """a smaller decay in the first steps: at most (1 + step) / (10 + step)"""
+
+    MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = Model()
+    """the model's shape, or with `timm` the name of one of timm's"""
+
+    OUTPUT: str | None = None
+    """folder of the run without `--output`; `None`: outputs/<name of the config>"""
+
+    INIT: str | None = None
+    """weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME"""
+
+    FREEZE: Literal[None, "body"] = None
+    """`body`: train the head alone, on `INIT`'s features (linear probing)"""
+
+    MIXUP: Number = key(0.0, ge=0, le=1000)
+    """alpha of Mixup's Beta distribution; 0: no Mixup"""
+
+    CUTMIX: Number = key(0.0, ge=0, le=1000)
+    """alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches"""
+
+    MIXUP_OFF_EPOCHS: int = key(0, unit="epochs", ge=0)
+    """last epochs, without Mixup and CutMix"""
+
+    THREE_AUGMENT: bool = False
+    """3-Augment (DeiT III): an image is made grey, solarised or blurred"""
+
+    COLOR_JITTER: Share = 0.0
+    """range of brightness, contrast, saturation around 1; 0: none"""
+
+    ERASING: Share = 0.0
+    """probability that a rectangle of a training image is erased"""
+
+    ERASING_MODE: Literal["const", "pixel"] = "const"
+    """what is erased becomes the mean, or normal noise"""
+
+    LABEL_SMOOTHING: Fraction = 0.0
+    """share of the target spread over all classes"""
+
+    BCE_THRESHOLD: Fraction | Literal["soft"] | None = None
+    """binary cross-entropy: classes above this share of the label are on, or with 'soft' the
+    shares are the target; `None`: cross-entropy"""
+
+    BCE_SUM: bool = False
+    """sum binary cross-entropy over the classes instead of averaging it"""
+
+    DATA: Data = Data()
+    """where the images are and how they are read"""
+
+    LOG: Log = Log()
+    """what is written while training"""
+
+    MAX_SKIPPED: int = key(20, ge=0)
+    """updates in a row that may be skipped for numbers that are not finite"""
+
+    TIMEOUT: Number = key(600, unit="seconds", ge=1, le=10**7)
+    """after which a lost or hanging rank ends the run; longer than a checkpoint takes to write"""
+
+    SEED: int = key(1024, ge=0, le=2**63 - 1)
+    """seed for initialisation, sampling, augmentation, dropout"""
+
+    TENSOR_PARALLEL_SIZE: Natural = 1
+    """GPUs that share one model; `parallel` is made from it"""
+
+    TENSOR_PARALLEL_MODE: TensorMode = None
+    """how they share it"""
+
+    parallel: Parallel | None = None
+    """Colossal-AI's form of the two keys above"""
+
+    zero: Zero | None = None
+    """ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))"""
+
+    fp16: Fp16 | None = None
+    """mixed precision; `None`: float32"""
+
+    TF32: bool = True
+    """let float32 products round their inputs to TF32 on GPUs that have it"""
+
     COMPILE: bool | Literal["model", "max-autotune"] | None = key(
-        None,
-        "torch.compile: True: the blocks; 'max-autotune': the blocks, by the fastest of several "
-        "kernels; 'model': the model; `None`: True on GPUs without tensor parallelism",
-        says="True, False, None, 'model' or 'max-autotune'",
+        None, says="True, False, None, 'model' or 'max-autotune'"
     )
-    gradient_accumulation: Natural | None = key(None, "micro-batches per optimizer step")
-    clip_grad_norm: NonNegative = key(
-        0.0, "largest norm of the gradient of all weights; 0: no clipping"
-    )
-    torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
-    cudnn_benchmark: bool = key(False, "let cuDNN search for its fastest kernels")
-    cudnn_deterministic: bool = key(False, "restrict cuDNN to deterministic kernels")
+    """torch.compile: True: the blocks; 'max-autotune': the blocks, by the fastest of several
+    kernels; 'model': the model; `None`: True on GPUs without tensor parallelism"""
+
+    gradient_accumulation: Natural | None = None
+    """micro-batches per optimizer step"""
+
+    clip_grad_norm: NonNegative = 0.0
+    """largest norm of the gradient of all weights; 0: no clipping"""
+
+    torch_ddp: TorchDdp = TorchDdp()
+    """options of torch's DistributedDataParallel"""
+
+    cudnn_benchmark: bool = False
+    """let cuDNN search for its fastest kernels"""
+
+    cudnn_deterministic: bool = False
+    """restrict cuDNN to deterministic kernels"""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -508,5 +577,5 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, Section):
         return ""
-    extra: Any = field.json_schema_extra
+    extra: Any = field.json_schema_extra or {}
     return extra.get("default") or f"`{field.default!r}`"

@@ -18,6 +18,7 @@ from common.errors import UserError, did_you_mean
 from common.files import read_bytes
 
 CONFIGS = Path(configs.__path__[0])
+RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}
 # Defined in each config without an import, as in Colossal-AI's printed examples.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
 # The changes to a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for
@@ -54,9 +55,7 @@ def replacing(values: Mapping[str, Any]) -> Overrides:
 class Variables(dict[str, Any]):
     """The variables of a config file. Each is overridden as soon as it is assigned."""
 
-    def __init__(self, overrides: Overrides, **variables: Any) -> None:
-        super().__init__(variables)
-        self.overrides = overrides
+    overrides: Overrides
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, override(self.overrides.get(name, ()), value))
@@ -87,9 +86,7 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
         raise UserError(f"{path}, line {line}: {reason}{error}") from error
 
 
-def _execute(
-    path: Path, overrides: Overrides, given: dict[str, Any]
-) -> tuple[dict[str, Any], set[str]]:
+def _execute(path: Path, overrides: Overrides, given: dict[str, Any]) -> tuple[dict[str, Any], set]:
     """Do what `execute` does; add the file's plain values to ``given``, which overrides recipes."""
     tree = ast.parse(read_bytes(path), str(path))
     outline = _read_ahead(tree.body)
@@ -107,14 +104,12 @@ def _execute(
         for name in sorted(outline.computed & read - overrides.keys()):
             hint = f"derives other keys from {name}: assign a plain value to it here"
             raise ImportError(f"{module} {hint}")
-        for name in names:
-            if name not in ("*", *values):
-                raise ImportError(f"{module} has no {name}")
         outline.used |= read
-        return types.SimpleNamespace(**values)
+        return types.SimpleNamespace(__name__=module, **values)
 
     functions = {**vars(builtins), "__import__": import_from}
-    variables = Variables(overrides, __file__=str(path), __builtins__=functions, **PREDEFINED)
+    variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
+    variables.overrides = overrides
     exec(compile(tree, str(path), "exec"), variables)
     hidden = (types.ModuleType, type)  # what a file imports for its own use
     values = {
@@ -174,7 +169,7 @@ def _find_recipe(path: Path, module: str) -> Path | None:
         return beside
     if not module.startswith("configs."):
         return None
-    recipes = {f"configs.{file.stem.replace('-', '_')}": file for file in CONFIGS.glob("[!_]*.py")}
+    recipes = {f"configs.{name.replace('-', '_')}": file for name, file in RECIPES.items()}
     if module not in recipes:
         raise ImportError(f"no recipe {module}{did_you_mean(module, recipes)}")
     return recipes[module]

@@ -205,6 +205,7 @@ class Options(Section):
                 if name in defaults:
                     choices.setdefault(defaults[name], []).append(choice.removeprefix("AMP_TYPE."))
             if len(choices) == 1:
+                # for documentation: an option that no config names is None
                 field.default = next(iter(choices))
             shown = []
             for default, those in choices.items():

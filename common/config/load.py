@@ -9,7 +9,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common.config.execute import CONFIGS, Overrides, evaluate, execute, override, replacing
+from common.config.execute import (
+    CONFIGS,
+    RECIPES,
+    Overrides,
+    evaluate,
+    execute,
+    override,
+    replacing,
+)
 from common.config.fields import parse, values_of
 from common.config.model_keys import data_of
 from common.config.originals import IN_SECTIONS, RENAMED, read_original, read_sections
@@ -68,25 +76,22 @@ def load_own_config(config: Any) -> dict[str, Any]:
         values, used = execute(find_config(where), {})
     _print_notes(where, read_sections(values))
     fields = Config.model_fields
-    known = [key for key in fields if key.islower()]
+    theirs = [key for key in fields if key.islower()]
     for key in values:
-        if key.islower() and key not in {*known, *RENAMED, "dali"} and not _is_helper(key, used):
+        if key.islower() and key not in {*theirs, *RENAMED, "dali"} and not _is_helper(key, used):
             raise UserError(
                 f"{where}: unknown key {key}: keys in lower case are Colossal-AI's "
-                f"({', '.join(known)}); write your own in upper case"
+                f"({', '.join(theirs)}); write your own in upper case"
             )
+    known = {key: value for key, value in values.items() if key in fields}
     if "MODEL" in values:
-        known = {key: value for key, value in values.items() if key in fields}
         return values | _complete(known, "config")
-    known = {
-        key: value
-        for key, value in values.items()
-        if key in fields and (key.islower() or key.startswith("TENSOR_PARALLEL_"))
-    }
+    checked = {*theirs, "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"} & known.keys()
     # any value for the keys that only train.py needs
     needed = {key: 1 for key, field in fields.items() if field.is_required()}
-    config = _complete({"MICRO_BATCH_SIZE": 1, **needed, **known}, "config")
-    return values | {key: config[key] for key in (*known, "parallel")}
+    needed |= {"MICRO_BATCH_SIZE": 1} | {key: known[key] for key in checked}
+    config = _complete(needed, "config")
+    return values | {key: config[key] for key in checked | {"parallel"}}
 
 
 def restore_config(
@@ -112,10 +117,9 @@ def find_config(name: str, base: str | None = None) -> Path:
     stem = re.sub(r"^(\./)?(configs?/)?", "", name).removesuffix(".py")
     if base and base.endswith("_vanilla"):
         stem = re.sub(r"^vit_(?=(vanilla|1d|2d|2p5d|3d)$)", base.removesuffix("vanilla"), stem)
-    recipes = sorted(path.stem for path in CONFIGS.glob("[!_]*.py"))
-    if stem in recipes:
-        return CONFIGS / f"{stem}.py"
-    nearest = did_you_mean(stem, recipes)
+    if stem in RECIPES:
+        return RECIPES[stem]
+    nearest = did_you_mean(stem, RECIPES)
     raise UserError(
         f"--config {name}: no such file or recipe{nearest}; ls {short_path(CONFIGS)} lists them"
     )
@@ -199,11 +203,11 @@ def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
     size, mode = config["TENSOR_PARALLEL_SIZE"], config["TENSOR_PARALLEL_MODE"]
     parallel = config["parallel"] or {}
     tensor = dict(size=size, mode=mode) | (parallel.get("tensor") or {})
-    if size not in (1, tensor.get("size")) or mode not in (None, tensor.get("mode")):
+    if size not in (1, tensor["size"]) or mode not in (None, tensor["mode"]):
         raise UserError(
             f"TENSOR_PARALLEL_SIZE={size}, TENSOR_PARALLEL_MODE={mode!r} contradict "
             f"parallel.tensor={tensor!r}"
         )
-    if tensor.get("mode") == "2.5d":
+    if tensor["mode"] == "2.5d":
         tensor = dict(depth=1) | tensor
-    return resolve_parallel(dict(parallel, tensor=tensor), world_size=tensor.get("size", 1))
+    return resolve_parallel(dict(parallel, tensor=tensor), world_size=tensor["size"])

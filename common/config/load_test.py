@@ -260,7 +260,7 @@ def test_the_remedies_of_the_messages_lead_to_a_config(recipe, setting):
         "from configs.vit_s16_vanila import *": (
             "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"
         ),
-        "from configs.vit_b16 import MODLE": "line 1: configs.vit_b16 has no MODLE",
+        "from configs.vit_b16 import MODLE": "line 1: cannot import name 'MODLE' from 'configs",
         B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2": (
             "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"
         ),

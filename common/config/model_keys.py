@@ -17,8 +17,6 @@ TIMM_DATA = {
     "interpolation": "interpolation",
     "eval_crop": "crop_pct",
 }
-
-
 Size = Annotated[int, Ge(1), Le(65536)]
 Classes = Annotated[int, Ge(1), Le(10**8)]
 
@@ -82,6 +80,7 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _divide(self) -> "Model":
+        """Refuse sizes that do not divide."""
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
@@ -92,13 +91,12 @@ class Model(Section):
             raise ValueError(
                 f"stem='conv' needs a power of two that divides width as patch_size, not {unit}"
             )
+        # a fixed embedding has sine and cosine of two coordinates
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
         if self.width % unit:
-            reason = (
-                f"heads={self.heads}"
-                if unit == self.heads
-                else f"{unit} (heads, and 4 for sincos2d)"
-            )
+            reason = f"heads={self.heads}"
+            if unit != self.heads:
+                reason = f"{unit} (heads, and 4 for sincos2d)"
             nearest = nearest_multiples(self.width, unit)
             raise ValueError(
                 f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}"
@@ -150,20 +148,20 @@ class TimmModel(Section):
     @model_validator(mode="before")
     @classmethod
     def _size(cls, values: Any) -> Any:
+        """Take the size of the input that the model is configured with where none is given."""
         return {"image_size": pretrained_config(values["timm"]).input_size[-1], **values}
 
 
 def choose_model(value: Any, parse_shape: Any) -> Any:
-    """Return the section that MODEL's ``value`` is: `TimmModel` where it names one, else what
-    ``parse_shape`` makes.
-    """
+    """Return MODEL's ``value`` as `TimmModel` where it names one, else by ``parse_shape``."""
     has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
     return parse(TimmModel, value) if has_name else parse_shape(value)
 
 
 def pretrained_config(name: str) -> Any:
-    """Return timm's configuration of the model or weights ``name``; raise `UserError` with the
-    nearest name.
+    """Return timm's configuration of the model or weights ``name``.
+
+    Raises `UserError` with the nearest name.
     """
     import timm  # takes a second
     from timm.models import get_pretrained_cfg
@@ -186,9 +184,7 @@ def data_of(model: Mapping[str, Any]) -> dict[str, Any]:
     if not model["timm"]:
         return {}
     about = pretrained_config(model["timm"])
-    found = {name: getattr(about, theirs) for name, theirs in TIMM_DATA.items()}
-    return {
-        name: value
-        for name, value in found.items()
-        if name != "interpolation" or value in ("bilinear", "bicubic")
-    }
+    data = {name: getattr(about, theirs) for name, theirs in TIMM_DATA.items()}
+    if data["interpolation"] not in ("bilinear", "bicubic"):
+        del data["interpolation"]
+    return data

@@ -480,15 +480,17 @@ class Config(Section):
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than "
                 f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}: add --set {remedy}"
             )
-        if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
+        decay = self.OPTIMIZER.layer_decay
+        if self.FREEZE and decay != 1:
             raise ValueError(
                 f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
                 f"OPTIMIZER.layer_decay={decay}"
             )
-        if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
+        smoothing = self.LABEL_SMOOTHING
+        if smoothing and self.BCE_THRESHOLD not in (None, "soft"):
             raise ValueError(
-                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one "
-                "of them"
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: "
+                "set one of them"
             )
         return self
 
@@ -525,7 +527,8 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
     """Yield every key under its dotted name, those inside a dict after it."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
-        if inside := section_of(field):
+        inside = section_of(field)
+        if inside:
             yield from all_keys(inside, f"{prefix}{name}.")
         if inside is Model:
             yield from (
@@ -555,9 +558,7 @@ def keys_as_markdown() -> str:
 
 
 def describe_keys(name: str = "", width: int = 80) -> str:
-    """Return a paragraph on the key ``name`` and on each inside it, or on all keys, wrapped at
-    ``width`` columns.
-    """
+    """Return a paragraph on the key ``name`` and each inside it, or on all keys, wrapped."""
     if name:
         find_key(name)
     lines = [
@@ -573,6 +574,7 @@ def describe_keys(name: str = "", width: int = 80) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Return the default as documentation shows it; "" for a dict's."""
     if field.is_required():
         return "required"
     if isinstance(field.default, Section):

@@ -71,15 +71,11 @@ def test_a_model_by_timms_name_answers_as_in_timm(name, hub, tmp_path, capsys):
     transform = create_transform(**resolve_model_data_config(model, use_test_size=True))
     with torch.no_grad():
         shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
-    found = json.loads(capsys.readouterr().out)["classes"]
-    assert [answer["label"] for answer in found] == shares.indices.tolist()
-    assert [answer["probability"] for answer in found] == pytest.approx(
-        shares.values.tolist(), abs=2e-4
-    )
     names = timm.data.ImageNetInfo().label_descriptions()
-    assert [answer["class"] for answer in found] == [
-        names[label] for label in shares.indices.tolist()
-    ]
+    answers = json.loads(capsys.readouterr().out)["classes"]
+    for answer, label, share in zip(answers, shares.indices, shares.values, strict=True):
+        assert (answer["label"], answer["class"]) == (label, names[label])
+        assert answer["probability"] == pytest.approx(share.item(), abs=2e-4)
 
 
 def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, capfd):
@@ -87,20 +83,17 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, 
         output, *settings = words
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
 
-    run_ranks(
-        2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"]
-    )
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    run_ranks(2, start, ["run", f"INIT=hf_hub:timm/{name}", "MODEL.heads=4"])
     said = " ".join(capfd.readouterr().out.split())
     for words in ("a new head of 7 classes, not its 1000", "global batch ", "checkpoint ", "top1="):
         assert said.count(words) == 1
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith(
-        "hf-hub:timm/"
-    )
-    ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"], code=2)
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["config"]["INIT"].startswith("hf-hub:timm/")
+    ended = run_forked(start, ["other", f"INIT={name}"], code=2)
     assert ended.stderr == (
-        "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from "
-        "MODEL.heads=2: "
-        "--set MODEL.heads=4 fits, or start from other weights\n"
+        f"error: INIT=hf-hub:timm/{name}: its model differs from MODEL.heads=2: --set "
+        "MODEL.heads=4 fits, or start from other weights\n"
     )
 
 

@@ -18,32 +18,26 @@ from common.tools.report_test import evaluation, train, write_run
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs that were trained; rate 7 fails, rate 13 does not start, rate 5 is
-    stopped.
-    """
+    """The runs that were trained. Rate 7 fails, rate 13 does not start, rate 5 is stopped."""
     names = []
 
     def run_child(command: list[str]) -> tuple[int, int]:
         folder = Path(command[-1])
         settings = dict(word.split("=") for flag, word in pairwise(command) if flag == "--set")
-        rate, batch = float(settings["LEARNING_RATE"]), int(settings.get("TOTAL_BATCH_SIZE", 14))
+        rate = float(settings["LEARNING_RATE"])
+        batch = int(settings.get("TOTAL_BATCH_SIZE", 14))
         assert command[5] == "--nproc_per_node=2"
         if rate == 13:
             return 2, 0
         names.append(folder.name)
-        cost = dict(
-            samples_per_s=1e4 * rate,
-            data_wait=0.1,
-            forward_s=0.0123,
-            backward_s=0.0246,
-            peak_memory_gb=1.5,
-        )
-        records = [
-            train(step, loss=None if rate == step == 2 else rate + step, **cost) for step in (1, 2)
-        ]
-        records += [evaluation(4, 0.5 + rate / 100 + batch / 1e4)] * (rate != 7)
+        cost = dict(samples_per_s=1e4 * rate, data_wait=0.1, peak_memory_gb=1.5)
+        cost |= dict(forward_s=0.0123, backward_s=0.0246)
+        losses = [rate + 1, None if rate == 2 else rate + 2]
+        records = [train(step, loss=loss, **cost) for step, loss in enumerate(losses, 1)]
+        if rate != 7:
+            records.append(evaluation(4, 0.5 + rate / 100 + batch / 1e4))
         write_run(folder, records, argv=command[1:], starts=[{"started": len(names)}])
-        return (1, 0) if rate == 7 else (143, signal.SIGTERM) if rate == 5 else (0, 0)
+        return {7: (1, 0), 5: (143, signal.SIGTERM)}.get(rate, (0, 0))
 
     monkeypatch.setattr(sweep, "run_child", run_child)
     return names
@@ -200,18 +194,15 @@ def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
-    parallel = [
-        "--set=TENSOR_PARALLEL_SIZE=2",
-        "--set=TENSOR_PARALLEL_MODE=1d",
-    ]  # as many processes
-    for grid, code, shown in (
-        ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
-        ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped; rerun the command to resume\n"),
+    parallel = ["--set=TENSOR_PARALLEL_SIZE=2", "--set=TENSOR_PARALLEL_MODE=1d"]
+    for grid, code, said in (
+        ("7,1", 1, "failed: LEARNING_RATE=7"),
+        ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped"),
     ):
         with pytest.raises(SystemExit, match=f"^{code}$"):
             sweep.main([*words[:-1], *parallel, f"--grid=LEARNING_RATE={grid}"])
         out, err = capsys.readouterr()
-        assert err == shown
+        assert err == f"{said}; rerun the command to resume\n"
         assert code == 143 or [row[-1] for row in tables(out)[2:4]] == [
             "4",
             "2 of 4 (failed, exit status 1)",

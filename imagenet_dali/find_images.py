@@ -83,7 +83,8 @@ class Source:
         counts = Counter(label for _, label in files)
         each = [counts[label] for label in range(len(self.class_names))]
         names = ", ".join(self.class_names[:3]) + (", ..." if len(each) > 3 else "")
-        found = f"{len(each)} classes ({names}), {min(each)} to {max(each)} {split} images each"
+        count = f"{min(each)} to {max(each)}" if min(each) < max(each) else f"{min(each)}"
+        found = f"{len(each)} classes ({names}), {count} {split} images each"
         if self.ignored:
             found += f"; {counted(len(self.ignored), 'file')} ignored, such as {self.ignored[0]}"
         return f"{self.root}: {found}"

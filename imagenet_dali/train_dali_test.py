@@ -3,6 +3,7 @@ runs, mistakes.
 """
 
 import json
+import re
 import runpy
 import sys
 from argparse import Namespace
@@ -127,6 +128,22 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     }
     assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 8, 30]
     assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
+
+
+def test_the_folder_that_a_run_trained_on_is_evaluated_on_what_it_held_out(tmp_path, capsys):
+    write_colours(tmp_path / "images", 60, 20, 24, "jpg", seed=0)
+    settings = in_words(
+        f"DATA.root={tmp_path}/images", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
+    )
+    output = str(tmp_path / "run")
+    train_dali.main(["--config", str(write_config(tmp_path)), "--output", output, *settings])
+    capsys.readouterr()
+    data_lines = []
+    for more in ([], ["--data", f"{tmp_path}/images"]):
+        evaluate.main([output, *more])
+        said = " ".join(capsys.readouterr().out.split())
+        data_lines.append(re.search(r"data \S+ \d+ images, .* held out", said)[0])
+    assert data_lines[0] == data_lines[1]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):

@@ -188,7 +188,7 @@ def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, in
         raise
     except Image.UnidentifiedImageError as error:
         raise BadSampleError(
-            f"{UNREADABLE}not one of {', '.join(FORMATS)}, or of a kind that is not read (12 bits)"
+            f"{UNREADABLE}not one of {', '.join(FORMATS)}, or a JPEG of 12 bits"
         ) from error
     except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
         raise BadSampleError(UNREADABLE + first_line(error)) from error

@@ -453,16 +453,13 @@ class BadImages:
         for message in messages:
             self.count += 1
             allowed = MAX_BAD_SHARE * self.samples
-            if self.count > max(
-                1, allowed + 4 * allowed**0.5
-            ):  # by chance a process may get more than its share
+            # by chance a process may get more than its share: four standard deviations
+            if self.count > max(1, allowed + 4 * allowed**0.5):
                 raise UserError(
                     f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that "
-                    "this process reads "
-                    f"in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
+                    f"this process reads in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
                 )
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
-                sys.stderr.write(
-                    f"skipped: {printable(message)}\n"
-                )  # one write, unlike print: ranks share stderr
+                # one write, unlike print: ranks share stderr
+                sys.stderr.write(f"skipped: {printable(message)}\n")

@@ -196,7 +196,10 @@ def describe_sides(origin: Any, now: Any) -> str:
     if is_same or not now.held_out or {*then["class_names"]}.isdisjoint(now.class_names):
         return ""
     if "name" in now.held_out and now.held_out == then.get("held_out"):
-        return f"held out: {now.held_out}, as in {origin}: 0 images have changed sides"
+        return (
+            f"held out: {now.held_out}, as in {origin}: images keep their sides, but one in each "
+            "class of a few may have moved"
+        )
     return (
         f"warning: {origin} may have been trained on up to {now.eval_samples:,} of the "
         f"{now.eval_samples:,} validation images, which it held out in another way"

@@ -67,7 +67,11 @@ def main(argv: list[str]) -> None:
     data["root"] = data_root(run.config, task.download)
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
-    if (args.data or args.split) and task.has_splits:
+    # the folder that the run itself trained on has held-out images, whoever names it
+    own_root = run.about.get("config", {}).get("DATA", {}).get("root")
+    is_own_root = own_root and Path(args.data or own_root).resolve() == Path(own_root).resolve()
+    is_own_data = not args.split and (is_own_root or not args.data)
+    if not is_own_data and task.has_splits:
         data["eval_split"] = args.split or "validation"
     summary = task.describe(data)
     labels_of, warning = match_labels(run, summary, args.class_order)
@@ -75,7 +79,7 @@ def main(argv: list[str]) -> None:
     own_file(output / "evaluation.json")  # refuses a path that cannot be written before the work
     init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
     if launch.rank == 0:
-        _print_start(run, summary, warning, is_own_data=not (args.data or args.split))
+        _print_start(run, summary, warning, is_own_data=is_own_data)
     predict = Predictor(run.load_model(), run.config)
     loader = task.build_eval_loader(
         data,

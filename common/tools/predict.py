@@ -119,7 +119,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     except UserError as error:
         return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
-        return f"{UNREADABLE}not of a kind that Pillow reads"
+        return f"{UNREADABLE}not of a kind that is read"
     # Pillow's decoders raise a dozen unrelated types for damaged files
     except Exception as error:
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)

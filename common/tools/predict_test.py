@@ -65,7 +65,7 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     assert re.fullmatch(rf"{names[3]}: (\S+ [\d.]+ %(; |$)){{5}}", line)
     unreadable = "not a readable image: "
     assert re.fullmatch(
-        f"error: {names[0]}: {unreadable}not of a kind that Pillow reads\n"
+        f"error: {names[0]}: {unreadable}not of a kind that is read\n"
         f"error: {names[1]}: {unreadable}.*\n"
         f"error: {names[2]}: No such file or directory\n",
         err,

@@ -1,4 +1,4 @@
-"""What the files of a run and its checkpoints hold, and the check that they do.
+"""The files of a run and its checkpoints: their fields, and the checks when they are read.
 
 checkpoints/step-00001234/
     model.safetensors       parameters under timm's names, and statistics of batch norms
@@ -15,6 +15,8 @@ checkpoints/best            symbolic link to it, where the file system has links
 
 Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
 a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
+
+The formats may grow: only the fields that are read are checked, other fields and files are ignored.
 """
 
 import math
@@ -25,24 +27,26 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
-from typing_extensions import TypedDict
 
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
 from common.errors import UserError, first_line
-from common.files import Count, Schema, read_json, read_text, regular_size, sha256_of
+from common.files import Count, read_json, read_text, regular_size, sha256_of
 from common.metrics.metrics_file import MAX_METRICS, read_metrics
 from common.model.build import build_on_meta, state_shapes
 
-MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
-RANDOM, TRAINER, CONFIG, METRICS = (
-    "random.safetensors",
-    "trainer.json",
-    "config.json",
-    "metrics.jsonl",
-)
-FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
-MARKER, BEST, BEST_FILE = "COMPLETE", "best", "best.txt"
+MODEL = "model.safetensors"
+EMA = "ema.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RANDOM = "random.safetensors"
+TRAINER = "trainer.json"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)  # what no checkpoint lacks
+MARKER = "COMPLETE"
+BEST = "best"
+BEST_FILE = "best.txt"
+VERSION = 1  # of trainer.json; raise it when a field that is read changes its meaning
 SHOWN = 3  # parameters that an error lists
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Shapes = dict[str, list[int]]
@@ -60,9 +64,9 @@ class Hardware(Open):
     gpu: str | None
 
 
-class PlanSoFar(TypedDict, total=False):
-    gpus: Count
-    last_step: Count
+class PlanSoFar(Open):
+    gpus: Count = 0
+    last_step: Count = 0
 
 
 class Start(Open):
@@ -71,16 +75,16 @@ class Start(Open):
     gpus: Count = 0
     dtype: str = ""
     origin: str | None = Field(None, alias="from")
-    changed: dict[str, tuple[Any, Any]] = Field({}, strict=False)
+    changed: dict[str, tuple[Any, Any]] = Field({}, strict=False)  # JSON has lists for tuples
 
 
-class RunInfo(Open):
+class ConfigFile(Open):
     """config.json, as far as a report needs it."""
 
     config: dict[str, Any]
     name: str = ""
     task: str = ""
-    plan: PlanSoFar = Field(PlanSoFar())
+    plan: PlanSoFar = PlanSoFar()
     started: Seconds = 0
     starts: list[Start] = Field([], min_length=1)
     argv: list[str] = []
@@ -89,43 +93,40 @@ class RunInfo(Open):
     hardware: Hardware | None = None
 
 
-class FullInfo(RunInfo):
+class CheckpointConfigFile(ConfigFile):
     """config.json, as far as a checkpoint needs it."""
 
-    plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride]
+    plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     task: str  # pyright: ignore[reportGeneralTypeIssues]
     data: DataSummary
     starts: list[Start] = Field(min_length=1)
 
 
-class Position(Schema):
+class Position(Open):
     step: Count
     epoch: Count
     epoch_step: Count
     evaluated_step: Count
 
 
-class LoaderPosition(Schema):
+class LoaderPosition(Open):
     epoch: Count
     samples: Count
 
 
-class Scaler(TypedDict):
+class Scaler(Open):
     scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    _growth_tracker: int
+    tracker: int = Field(alias="_growth_tracker")  # as torch names it
 
 
-class Updates(Schema):
+class Updates(Open):
     updates: Count
     skipped: Count
     skipped_in_a_row: Count
     scaler: Scaler | None
 
 
-class Window(Schema):
+class Window(Open):
     """A rank's running totals for its next train record."""
 
     steps: Count
@@ -133,14 +134,15 @@ class Window(Schema):
     loss: float
 
 
-class Ranks(Schema):
+class Ranks(Open):
     gpus: int = Field(ge=1, le=10**6)
     parallel: dict[str, Any] | None
 
 
-class TrainerState(Schema):
+class TrainerState(Open):
     """trainer.json."""
 
+    version: int = Field(1, le=VERSION)
     trainer: Position
     loader: LoaderPosition
     optimizer: Updates
@@ -157,23 +159,21 @@ class TrainerState(Schema):
 
 
 def list_changes(about: Mapping[str, Any]) -> list[str]:
-    """Return what the starts of a run changed in its config, from config.json: a line for each that
-    did.
-    """
-    lines = []
-    for start in about.get("starts", ()):
-        if changes := start.get("changed"):
-            lines.append(f"from step {start.get('step', 0):,} on {show_changes(changes)}")
-    return lines
+    """Return a line for each start that changed the config, from config.json ``about``."""
+    return [
+        f"from step {start.get('step', 0):,} on {show_changes(start['changed'])}"
+        for start in about.get("starts", ())
+        if start.get("changed")
+    ]
 
 
 def show_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the keys with their values now and before."""
+    """Return the keys with their values now and before, as a message lists them."""
     return ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in changed.items())
 
 
-def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:
-    """Return config.json of a run or a checkpoint; raise `UserError` where it is none."""
+def read_about(folder: Path, schema: type[ConfigFile] = CheckpointConfigFile) -> dict[str, Any]:
+    """Read config.json of a run or a checkpoint; raise `UserError` where there is none."""
     if not (folder / CONFIG).exists():
         raise UserError(f"{folder} holds no run: {CONFIG} is missing")
     return read_json(folder / CONFIG, schema).model_dump(exclude_unset=True, by_alias=True)
@@ -182,13 +182,11 @@ def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]
 def read_config(
     folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the config in what `read_about` returned, with ``settings`` applied and a model that
-    can be built.
-    """
-    values = about["config"]
-    if isinstance(data := values.get("DATA"), dict):
+    """Return the config in ``about``, which `read_about` returned, with ``settings`` applied."""
+    values = dict(about["config"])
+    if isinstance(values.get("DATA"), dict):
         # runs of earlier versions, which do not write the key, held images out by count
-        values = {**values, "DATA": {"split": "counted", **data}}
+        values["DATA"] = {"split": "counted", **values["DATA"]}
     config = restore_config(values, settings, where=str(folder / CONFIG))
     if config["MODEL"]["num_classes"] is None:
         raise UserError(f"{folder / CONFIG}: MODEL.num_classes is missing")
@@ -196,52 +194,49 @@ def read_config(
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
-    """Return what ``trainer.json`` of the checkpoint folder ``path`` says."""
-    return read_json(path / TRAINER, TrainerState).model_dump()
+    """Read ``trainer.json`` of the checkpoint folder ``path``."""
+    return read_json(path / TRAINER, TrainerState).model_dump(by_alias=True)
 
 
 def read_shapes(file: Path) -> Shapes:
-    """Return the shapes in a safetensors file by name, from its header, which fits the file."""
+    """Read the shapes in a safetensors file by name, from its header."""
     regular_size(file)
     try:
         with safe_open(file, "pt") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118, it is no dict
+            names = opened.keys()
+            return {name: opened.get_slice(name).get_shape() for name in names}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: {first_line(error)}") from error
 
 
 def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
-    """Return the shapes in a file of weights; raise `UserError` unless they are those of the
-    config's ``MODEL``.
+    """Return the shapes in a file of weights; raise `UserError` unless they are ``model``'s.
+
+    ``model`` is the config's MODEL.
     """
     shapes = read_shapes(file)
     check_shapes(file, shapes, state_shapes(build_on_meta(model)))
     return shapes
 
 
-def check_shapes(
-    path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]
-) -> None:
-    """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too
-    many.
-    """
-    names = [name for name in {**wanted, **saved} if saved.get(name) != wanted.get(name)]
-    if names:
-        shown = [
-            f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})"
-            for name in names[:SHOWN]
-        ]
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+def check_shapes(path: Path, saved: Shapes, wanted: Shapes) -> None:
+    """Raise `UserError` naming what ``path`` lacks, has too many, or has in another shape."""
+    differing = [
+        f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})"
+        for name in {**wanted, **saved}
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differing:
+        count = len(differing) - SHOWN
+        more = f", and {count} more" if count > 0 else ""
         raise UserError(
-            f"{path} does not fit the model: {', '.join(shown)}{more}; keep the MODEL it was "
-            "trained with"
+            f"{path} does not fit the model: {', '.join(differing[:SHOWN])}{more}; "
+            "keep the MODEL it was trained with"
         )
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if
-    nothing is.
-    """
+    """Check every byte of the checkpoint ``path``; return what is wrong, None if nothing is."""
     try:
         config = read_config(path, read_about(path))
         _check_sums(path, config["MODEL"])
@@ -251,7 +246,7 @@ def find_fault(path: Path) -> str | None:
         if (path / EMA).exists():
             check_weights(path / EMA, config["MODEL"])
         read_shapes(path / RANDOM)
-        # each state is a parameter's; a script's own optimizer may have any names and shapes
+        # `<state>/<parameter>`: a script's own optimizer may have states of any name and shape
         moments = read_shapes(path / OPTIMIZER)
         wanted = {key: shape for key, shape in moments.items() if key.partition("/")[2] in weights}
         check_shapes(path / OPTIMIZER, moments, wanted)
@@ -264,11 +259,8 @@ def _check_sums(path: Path, model: dict[str, Any]) -> None:
     """Raise `UserError` unless ``COMPLETE`` lists the checkpoint's files with their checksums."""
     listed = re.findall(r"^([0-9a-f]{64})  ([\w.]+)$", read_text(path / MARKER), re.MULTILINE)
     sums = {name: digest for digest, name in listed}
-    if not set(FILES) <= sums.keys() <= {*FILES, EMA}:
-        raise UserError(
-            f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its "
-            "SHA-256"
-        )
+    if not set(FILES) <= sums.keys():
+        raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)}, each with its SHA-256")
     # a sparse file may claim any size: no more is read than six float32 moments of each parameter
     most = MAX_METRICS + 24 * sum(map(math.prod, state_shapes(build_on_meta(model)).values()))
     for name, digest in sums.items():

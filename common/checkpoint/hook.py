@@ -1,4 +1,4 @@
-"""The hook that saves checkpoints during training, and stops and resumes a run."""
+"""The hook that saves checkpoints during training, and that stops and resumes a run."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from common.checkpoint.content import (
     METRICS,
     RANDOM,
     TRAINER,
+    VERSION,
     read_about,
     read_trainer_state,
 )
@@ -44,19 +45,38 @@ from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
 
 
+class Best(NamedTuple):
+    """The best evaluation so far; the greater one is better."""
+
+    score: float = -1.0  # top-1, or the user's score
+    negative_loss: float = 0.0  # decides between equal scores
+
+
+class Agreed(NamedTuple):
+    """What all ranks do after a step."""
+
+    stop: bool
+    save: bool
+
+
 class CheckpointHook(BaseHook):
-    """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), after a better
-    evaluation, and at the end.
+    """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), and at the end.
+
+    It also saves after an evaluation that is the best so far. The newest ``keep`` checkpoints stay,
+    and the best.
 
     The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0
-    writes it. A write that fails is reported, and training continues; if it is the last one, the
-    run ends with `UserError`. The newest ``keep`` checkpoints stay, and the best. A signal that any
-    rank has received ends the training of all ranks after the same step. Ranks exchange this after
-    every step without waiting, and act on it a step later. They agree in the same way on saves that
-    are due by minutes.
+    writes it. A failed write is reported, and training continues; if it is the last one, the run
+    ends with `UserError`.
 
-    ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages``
-    those of `EmaHook`.
+    A signal that any rank has received ends the training of all ranks after the same step. The
+    ranks exchange signals, and saves that are due by minutes, after every step without waiting, and
+    act on them a step later.
+
+    Args:
+        about: the content of config.json.
+        start_from: the checkpoint to resume from.
+        averages: those of `EmaHook`.
     """
 
     def __init__(
@@ -73,55 +93,58 @@ class CheckpointHook(BaseHook):
         averages: Mapping[str, Tensor] | None,
     ):
         super().__init__(priority=10)  # after the step's metrics are written
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        self.metrics = metrics
         self.averages = averages
-        self.folder, self.model, self.optimizer, self.metrics = folder, model, optimizer, metrics
-        self.about, self.keep, self.start_from = about, keep, start_from
+        self.about = about
+        self.keep = keep
+        self.start_from = start_from
         # where these are equal, ranks do the same work and draw the same random numbers
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
-        self.every_steps = every if isinstance(every, int) else math.inf
-        self.every_seconds = (
-            math.inf if isinstance(every, int) else 60 * float(every.partition("min")[0])
-        )
-        self.buffers: dict[str, Tensors] = {}  # the writer's
-        self.best = (
-            -1.0,
-            0.0,
-        )  # top-1 or the user's score, and minus the loss, which decides between equal ones
-        self.saved: dict[str, int] = {}  # where the trainer stood
+        self.every_steps = math.inf
+        self.every_seconds = math.inf
+        if isinstance(every, int):
+            self.every_steps = every
+        else:
+            self.every_seconds = 60 * float(every.partition("min")[0])
+        self.buffers: dict[str, Tensors] = {}  # the CPU copies that the thread writes
+        self.best = Best()
+        self.saved: dict[str, int] = {}  # the trainer's state at the last save
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self.writing: Future[None] | None = None
-        self.exchange: tuple[Tensor, dist.Work] | None = (
-            None  # of flags between ranks, begun after the last step
-        )
+        # the all-reduce of flags that began after the last step
+        self.exchange: tuple[Tensor, dist.Work] | None = None
 
     def before_train(self, trainer: Trainer) -> None:
         if not hasattr(trainer.train_dataloader, "state_dict"):
             raise UserError(
                 "the training loader has no state_dict and load_state_dict, which a checkpoint "
-                "needs: "
-                "add them as in docs/library.md, or train without CheckpointHook"
+                "needs: add them as in docs/library.md, or train without CheckpointHook"
             )
         if self.start_from is not None:
             doing("loading the checkpoint")
             self._load(self.start_from, trainer)
-            self.saved, trainer.states["checkpoint"] = trainer.state_dict(), self.start_from
+            self.saved = trainer.state_dict()
+            trainer.states["checkpoint"] = self.start_from
         stop_signals.deferring = True
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
-        stopping, is_due = self._agree(trainer.step)
-        trainer.stopping |= stopping
-        if is_due:
+        agreed = self._agree(trainer.step)
+        trainer.stopping |= agreed.stop
+        if agreed.save:
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping |= self._agree()[0]
+        trainer.stopping |= self._agree().stop
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
-        reached = figures.get("score", figures["top1"]), -figures["loss"]
+        reached = Best(figures.get("score", figures["top1"]), -figures["loss"])
         # rank 0 alone knows whether the best so far was written
         if math.isfinite(figures["loss"]) and ask_first_rank(lambda: reached > self.best):
             self._save(trainer, reached)
@@ -135,13 +158,11 @@ class CheckpointHook(BaseHook):
         ask_first_rank(self.wait)
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
 
-    def _agree(self, step: int | None = None) -> tuple[bool, bool]:
-        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after
-        ``step``.
+    def _agree(self, step: int | None = None) -> Agreed:
+        """Decide, equally on all ranks, whether to stop, and whether to save after ``step``.
 
-        Of several ranks this is what they knew in the last call, so that none waits for the others;
-        in an evaluation, without ``step``, what they know now, since it may be the last thing that
-        the run does.
+        With several ranks the answer is one step old: the all-reduce started in the previous call.
+        In an evaluation, without ``step``, it is of now: the run may do nothing after it.
         """
         is_due = time.monotonic() - self.saved_at >= self.every_seconds
         flags = torch.tensor([stop_signals.received, is_due])
@@ -150,27 +171,26 @@ class CheckpointHook(BaseHook):
             if agreed[1]:  # it is saved now, or asked for again after the evaluation
                 flags[1] = 0
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
-            self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
+            self.exchange = flags, work
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed = int(flags[0])
-        return stop_signals.agreed != 0, bool(flags[1]) or (step or 1) % self.every_steps == 0
+        is_due = bool(flags[1]) or (step or 1) % self.every_steps == 0
+        return Agreed(stop_signals.agreed != 0, is_due)
 
     def _finish_exchange(self) -> Tensor:
-        """Return the flags that the ranks began to exchange last; zeros before the first
-        exchange.
-        """
-        exchange, self.exchange = self.exchange, None
-        if exchange is None:
+        """Return the flags that the ranks exchanged last; zeros before the first exchange."""
+        if self.exchange is None:
             return torch.zeros(2, dtype=torch.int64)
-        flags, work = exchange
+        flags, work = self.exchange
+        self.exchange = None
         work.wait()
         return flags
 
-    def _save(self, trainer: Trainer, best: tuple[float, float] | None = None) -> None:
-        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write
-        before this one.
+    def _save(self, trainer: Trainer, best: Best | None = None) -> None:
+        """Copy the state on all ranks, after the write before; rank 0's thread writes it.
 
-        ``best``: (score, -loss) of the evaluation just done, if it is the best so far.
+        ``best`` is the evaluation just done, if it is the best so far.
         """
         doing("saving a checkpoint")
         try:
@@ -181,21 +201,26 @@ class CheckpointHook(BaseHook):
             **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
         }
         states = gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
-        self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
-        if gpc.get_global_rank() > 0:  # rank 0 writes
+        self.saved = trainer.state_dict()
+        self.saved_at = time.monotonic()
+        if gpc.get_global_rank() > 0:
             return
-        before, self.best = self.best, best or self.best
+        before = self.best
+        self.best = best or before
         state = {
+            "version": VERSION,
             "trainer": self.saved,
             "loader": trainer.train_dataloader.state_dict(),
             "optimizer": trainer.engine.optimizer.step_state(),
-            "metrics": [each["metrics"] for each in states],
-            "best_top1": self.best[0],
-            "best_loss": -self.best[1],
+            "metrics": [rank_state["metrics"] for rank_state in states],
+            "best_top1": self.best.score,
+            "best_loss": -self.best.negative_loss,
             "ranks": self.ranks,
         }
         content[RANDOM] = {
-            f"{n}/{name}": t for n, each in enumerate(states) for name, t in each["random"].items()
+            f"{rank}/{name}": generator
+            for rank, rank_state in enumerate(states)
+            for name, generator in rank_state["random"].items()
         }
         content[TRAINER] = json.dumps(state, indent=2).encode()
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
@@ -209,31 +234,33 @@ class CheckpointHook(BaseHook):
         trainer: Trainer,
         path: Path,
         content: dict[str, Tensors | bytes],
-        before: tuple[float, float],
+        before: Best,
     ) -> None:
+        """Write ``content`` in the thread; ``before`` is the best evaluation without this one."""
         try:
             write_checkpoint(path, content)
             trainer.states["checkpoint"] = path
             if self.best > before:
                 mark_best(path)
             clear_old(path, self.keep)
-        except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
+        # safetensors raises its own error for an OSError
+        except (OSError, SafetensorError) as error:
             self.best = before
-            reason, newest = (
-                getattr(error, "strerror", None) or error,
-                newest_checkpoint(self.folder) or "none",
-            )
+            reason = getattr(error, "strerror", None) or error
+            newest = newest_checkpoint(self.folder) or "none"
             raise UserError(
                 f"{path} could not be written ({reason}); the newest checkpoint is {newest}"
             ) from error
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""
-        writing, self.writing = self.writing, None
+        writing = self.writing
+        self.writing = None
         if writing is not None:
             writing.result()
 
     def _load(self, path: Path, trainer: Trainer) -> None:
+        """Restore what the checkpoint ``path`` holds."""
         if not path.exists():
             raise RankError(
                 f"{path} is not there on this node: --output must be on a file system that all "
@@ -244,16 +271,22 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        same_data = read_about(path)["data"]["fingerprint"] == self.about["data"]["fingerprint"]
-        # a branch marks its own best; figures on different data do not compare
-        if path.parent == self.folder and same_data:
-            self.best = state["best_top1"], -state["best_loss"]
-        is_same = state["ranks"] == self.ranks
+        is_same_data = read_about(path)["data"]["fingerprint"] == self.about["data"]["fingerprint"]
+        # a branch marks its own best, and figures on different data do not compare
+        if path.parent == self.folder and is_same_data:
+            self.best = Best(state["best_top1"], -state["best_loss"])
         rank = gpc.get_global_rank()
-        self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
-        # else the masks of dropout and drop_path, and what is drawn per micro-batch (Mixup), differ
-        if is_same:
-            prefix, states = f"{rank}/", load_file(path / RANDOM)
-            set_generator_states(
-                {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
-            )
+        if any(state["ranks"][key] != value for key, value in self.ranks.items()):
+            # masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ
+            self.metrics.load_state_dict(state["metrics"], None)
+            return
+        self.metrics.load_state_dict(state["metrics"], rank)
+        generators = load_file(path / RANDOM)
+        prefix = f"{rank}/"
+        set_generator_states(
+            {
+                name.removeprefix(prefix): generator
+                for name, generator in generators.items()
+                if name.startswith(prefix)
+            }
+        )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.checkpoint.classes import CLASSES_HELP, ORDER_HELP, ORDERS
-from common.checkpoint.content import CONFIG, RunInfo, read_about, read_config
+from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source
 from common.config.load import load_config
@@ -216,7 +216,7 @@ def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -
         return
     for folder in (output_folder(args, config), Path(args.resume)):
         if data["split"] is None and (folder / CONFIG).is_file():
-            data["split"] = read_config(folder, read_about(folder, RunInfo))["DATA"]["split"]
+            data["split"] = read_config(folder, read_about(folder, ConfigFile))["DATA"]["split"]
 
 
 def check_init(

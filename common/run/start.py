@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import CONFIG, RunInfo, read_about, read_trainer_state
+from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_trainer_state
 from common.checkpoint.resume import (
     AUTO,
     NEVER,
@@ -171,7 +171,7 @@ def find_start(
                 "raise it"
             )
     elif (output / CONFIG).exists() and any(
-        record["step"] >= read_about(output, RunInfo)["plan"]["last_step"]
+        record["step"] >= read_about(output, ConfigFile)["plan"]["last_step"]
         for record in read_evaluations(output)
     ):
         raise UserError(

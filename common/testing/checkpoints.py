@@ -11,6 +11,7 @@ import torch
 
 from common.checkpoint.content import (
     CONFIG,
+    MARKER,
     METRICS,
     MODEL,
     OPTIMIZER,
@@ -18,7 +19,7 @@ from common.checkpoint.content import (
     TRAINER,
     read_trainer_state,
 )
-from common.checkpoint.save import Tensors, newest_checkpoint
+from common.checkpoint.save import Tensors, newest_checkpoint, write_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.hardware import describe_run
@@ -82,6 +83,27 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         CONFIG: json.dumps(about).encode(),
         METRICS: b'{"kind": "train", "step": 1, "epoch": 0.1, "time": 0, "loss": 1.0}\n',
     }
+
+
+def add_fields(path: Path) -> None:
+    """Add what no version writes to the checkpoint ``path``: a file, and a field in each object."""
+
+    def add(node: Any) -> Any:
+        if isinstance(node, list):
+            return [add(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        fields = {
+            # the keys of a config are checked like those of a config file
+            key: value if key in ("config", "parallel") else add(value)
+            for key, value in node.items()
+        }
+        return fields | {"added": None}
+
+    content = {file.name: file.read_bytes() for file in path.iterdir() if file.name != MARKER}
+    for name in (TRAINER, CONFIG):
+        content[name] = json.dumps(add(json.loads(content[name]))).encode()
+    write_checkpoint(path, content | {"added.txt": b"added"})
 
 
 def read_result(output: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 from markupsafe import Markup
 
-from common.checkpoint.content import METRICS, RunInfo, list_changes, read_about
+from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
 from common.checkpoint.save import newest_checkpoint
 from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
@@ -170,7 +170,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def load_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
-    about = read_about(folder, RunInfo)
+    about = read_about(folder, ConfigFile)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
     newest = newest_checkpoint(folder / "checkpoints")
     step = newest.name.removeprefix("step-") if newest else ""

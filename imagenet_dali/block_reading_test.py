@@ -49,9 +49,9 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     ):
         describe_data(data | {"order": "blocks"})
     assert describe_data(data).fingerprint == split.fingerprint
-    order, why = choose_order(Prepared({"DATA": data}, None, describe_data(data), None))
-    assert order == "random"
-    assert why.endswith(
+    reading = choose_order(Prepared({"DATA": data}, None, describe_data(data), None))
+    assert reading.order == "random"
+    assert reading.why.endswith(
         "exceed the 0.0 MB of memory but are sorted by class: prepare them again for large reads"
     )
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,16 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     init_distributed(launch, config, shared_by_ranks(args, prepared))
     output = output_folder(args, config)
     AT_END.callback(remove_unused, output)
-    start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
-    if finished:
+    begin = ask_first_rank(lambda: find_start(output, args, prepared))
+    if begin.finished:
         shutdown()
         if is_main:
-            print_wrapped(finished)
+            print_wrapped(begin.finished)
         return None
-    order, reading = ask_first_rank(lambda: choose_order(prepared, start_from))
-    plan, measurement = replace(prepared.plan, order=order), None
+    start_from = begin.checkpoint
+    reading = ask_first_rank(lambda: choose_order(prepared, start_from))
+    plan = replace(prepared.plan, order=reading.order)
+    measurement = None
     if steps := args.find_lr or args.profile:
         measurement = (LearningRateFinder if args.find_lr else ProfilerHook)(output, steps, is_main)
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
@@ -104,7 +106,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         _announce(
             args.config,
             prepared._replace(plan=plan),
-            reading,
+            reading.why,
             measurement.announcement if measurement else "",
             describe_sides(start_from or config["INIT"], prepared.data),
         )
@@ -128,11 +130,16 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
     return {key: str(value) for key, value in shared.items()}
 
 
-def find_start(
-    output: Path, args: argparse.Namespace, prepared: Prepared
-) -> tuple[Path | None, str]:
-    """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to
-    train or "".
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: at a checkpoint, or at step 0 without one."""
+
+    checkpoint: Path | None = None
+    finished: str = ""  # why there is nothing to train
+
+
+def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Beginning:
+    """Lock ``output``, and find where the run into it begins.
 
     Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a
     checkpoint whose replacement was interrupted is put back.
@@ -144,7 +151,7 @@ def find_start(
         check_init(config, args, data)
     lock_folder(output)
     if args.find_lr or args.profile:
-        return None, ""
+        return Beginning()
     path = choose_checkpoint(args.resume, output)
     if path is not None:
         check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
@@ -158,11 +165,11 @@ def find_start(
             top1 = next(
                 (f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?"
             )
-            return path, (
-                f"{output}: this run is finished, at step {step} with top1={top1}; nothing "
-                f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start "
-                "another with "
-                "--output DIR"
+            return Beginning(
+                path,
+                f"{output}: this run is finished, at step {step} with top1={top1}; nothing was "
+                f"trained. Extend it with --set {longer}=N (now {config[longer]}), or start "
+                "another with --output DIR",
             )
         is_branch = not path.is_relative_to(output)
         if (step := read_trainer_state(path)["trainer"]["step"]) + is_branch > plan.last_step:
@@ -179,7 +186,7 @@ def find_start(
             "overwritten; choose another "
             "--output, or remove it"
         )
-    return path, ""
+    return Beginning(path)
 
 
 def describe_sides(origin: Any, now: Any) -> str:
@@ -206,16 +213,24 @@ def describe_sides(origin: Any, now: Any) -> str:
     )
 
 
-def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[str | None, str]:
-    """Return the order in which the training shards are read, and a message that explains it;
-    (None, "") without.
+@dataclass(frozen=True)
+class Reading:
+    """The order in which the training shards are read, None without shards."""
+
+    order: str | None = None
+    why: str = ""
+
+
+def choose_order(prepared: Prepared, start_from: Path | None = None) -> Reading:
+    """Choose the order in which the training shards are read.
 
     A resumed run keeps its order on any host.
     """
     config, plan, data, _ = prepared
     if not data or not data.shard_bytes:
-        return None, ""
-    options, memory = config["DATA"], memory_bytes()
+        return Reading()
+    options = config["DATA"]
+    memory = memory_bytes()
     is_large = data.shard_bytes > memory
     if order := options["order"]:
         why = "set by DATA.order"
@@ -234,12 +249,12 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
             else ""
         )
     if order == "random":
-        return order, f"in random order, {why}"
+        return Reading(order, f"in random order, {why}")
     held = min(
         data.shard_bytes,
         window_bytes(1e6 * options["block"], options["window"], plan.data_parallel),
     )
-    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process"
+    return Reading(order, f"in blocks, {why}; holding up to {_size(held)} of them per process")
 
 
 def _size(nbytes: float) -> str:
@@ -250,7 +265,7 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
     config, plan, data, _ = prepared
     notes = {"weights": check_init(config, args, data)}
     if data:
-        notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
+        notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared).why}
     elif root := named_root(config):
         why = (
             "not read, as DATA.download may write to it"

@@ -32,6 +32,7 @@ class SavedRun:
     ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it.
     ``chosen`` says why this checkpoint. ``weights`` is the file that is used: their moving
     average's, where there is one. ``config`` is resolved; ``about`` is the whole of config.json.
+    ``foreign`` are the parameters of a model that no run of this project trained.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class SavedRun:
     config: dict[str, Any]
     about: dict[str, Any]
     weights: str = MODEL
+    foreign: dict[str, Tensor] | None = None
 
     @property
     def batch(self) -> int:
@@ -81,7 +83,7 @@ class SavedRun:
 
     def load_weights(self) -> dict[str, Tensor]:
         """Return the parameters of `load_model` by name."""
-        return load_file(self.checkpoint / self.weights)
+        return self.foreign or load_file(self.checkpoint / self.weights)
 
 
 def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from common.config.model_keys import TIMM_DATA, pretrained_config
 from common.engine.tensor_parallel.sharding import kept_buffers
 from common.errors import UserError, first_line
 from common.files import read_bytes, read_names
-from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments
+from common.model.build import DEIT3_INIT_VALUES, build_model, timm_arguments
 from common.model.vit import PatchEmbed, VisionTransformer
 
 HUB = "hf-hub:"
@@ -78,9 +77,8 @@ def resolve_source(name: str, is_timm: bool = False) -> str:
                     f"{name}: timm has no weights of it on the Hugging Face Hub; choose another"
                 )
             return HUB + cfg.hf_hub_id
-    return os.path.abspath(
-        os.path.expanduser(name)
-    )  # links stay: a run's `best`, files of the Hub's cache
+    # links stay: a run's `best`, files of the Hub's cache
+    return os.path.abspath(os.path.expanduser(name))
 
 
 def open_source(name: str, *, raw: bool = False) -> OpenedWeights:
@@ -88,7 +86,8 @@ def open_source(name: str, *, raw: bool = False) -> OpenedWeights:
 
     ``raw`` takes a file's weights where it has their moving average too.
     """
-    path, is_hub = Path(name), name.startswith(HUB)
+    path = Path(name)
+    is_hub = name.startswith(HUB)
     if not is_hub and not path.exists():
         raise UserError(
             f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a "
@@ -105,13 +104,11 @@ def open_source(name: str, *, raw: bool = False) -> OpenedWeights:
         return _open_file(name, path / MODEL if path.is_dir() else path, raw)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
+    # safetensors', torch's, timm's, the Hub's and the network's errors have no type in common
+    except Exception as error:
         reason = first_line(error)[:200]
-        if isinstance(
-            error, pickle.UnpicklingError
-        ):  # torch's message advises to run the code in the file
+        # torch's message advises to run the code in the file
+        if isinstance(error, pickle.UnpicklingError):
             reason = (
                 "not by torch.save, or more than tensors, which is not read since it may run code"
             )
@@ -231,9 +228,8 @@ def infer_model(
         pool="cls" if "cls_token" in weights else "avg",
         no_embed_class=no_embed_class,
         reg_tokens=registers,
-        init_values=DEIT3_INIT_VALUES
-        if "blocks.0.ls1.gamma" in weights
-        else None,  # the weights replace any
+        # the weights replace any value
+        init_values=DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None,
     )
 
 
@@ -337,10 +333,10 @@ def _check_shape(
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to
     change.
     """
-    theirs, own = {}, {}
-    if isinstance(
-        model.patch_embed, PatchEmbed
-    ):  # else of a convolutional stem, whose weights tell no patch size
+    theirs: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    # the weights of a convolutional stem tell no patch size
+    if isinstance(model.patch_embed, PatchEmbed):
         theirs = infer_model(source, weights, known.get("no_embed_class"))
         own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
         if own["image_size"] % theirs["patch_size"] == 0:
@@ -373,19 +369,6 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str:
 
     weights["pos_embed"] = resample_abs_pos_embed(saved, [new, new], [old, old], prefix)
     return f"position embedding resampled to {new} x {new} patches from {old} x {old}"
-
-
-@dataclass(frozen=True)
-class PretrainedRun(SavedRun):
-    """A model that no run of this project trained."""
-
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def load_model(self) -> nn.Module:
-        model, weights = build_model(**self.config["MODEL"]), dict(self.state)
-        _fit_timm(weights, model)
-        model.load_state_dict(weights)
-        return model.eval()
 
 
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
@@ -439,9 +422,9 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     is_known = how in ("bilinear", "bicubic")
     data["interpolation"] = how if is_known else "bilinear"
     config = restore_config(values, settings, where=source)
-    fitted, model = dict(weights), build_on_meta(config["MODEL"])
-    _fit_timm(fitted, model)
-    check_architecture(path, fitted, model)
+    model = build_model(**config["MODEL"])
+    _fit_timm(weights, model)
+    check_architecture(path, weights, model)
     names, descriptions = _name_classes(about, classes)
     notes = ["pretrained", chosen]
     if size == config["MODEL"]["image_size"] != trained:
@@ -450,10 +433,11 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         notes.append(f"images are resized bilinearly here, not {how}")
     if about.get("crop_mode") == "squash":
         notes.append("the centre is cut out here, timm squashes images")
-    return PretrainedRun(
-        folder=Path("outputs", path.parent.name.removeprefix(HUB))
-        if source.startswith(HUB)
-        else path.parent,
+    folder = path.parent
+    if source.startswith(HUB):
+        folder = Path("outputs", folder.name.removeprefix(HUB))
+    return SavedRun(
+        folder=folder,
         checkpoint=path,
         chosen="; ".join(filter(None, notes)),
         config=config,
@@ -462,7 +446,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
             "data": {"class_names": names, "descriptions": descriptions},
             "plan": {"micro_batch": BATCH},
         },
-        state=weights,
+        foreign=weights,
     )
 
 

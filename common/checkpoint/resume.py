@@ -58,8 +58,9 @@ HARMLESS = (
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:
-    """Return the checkpoint that ``--resume`` means for a run into ``output``, checked to the last
-    byte; None: none.
+    """Return the checkpoint that ``--resume`` names for a run into ``output``, or None.
+
+    Every byte of it is checked.
 
     "auto" means the newest intact one of ``output``; "never" refuses a folder that holds a run; all
     else is the path of a checkpoint, or of a run whose newest intact one is meant. Where ``output``
@@ -82,18 +83,16 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
             f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}"
         )
     if not holds_run or path.is_relative_to(output):
-        found = _find(path)
-        later = [
-            other for other in list_checkpoints(output / "checkpoints") if other.name > found.name
-        ]
-        if newest := next((other for other in later if not find_fault(other)), None):
-            raise UserError(
-                f"--resume {path}: the run in {output} has continued to {newest.name}; omit "
-                "--resume to resume "
-                "from there, remove the later checkpoints to go back, or branch off with --output "
-                "DIR"
-            )
-        return found
+        checkpoint = _find(path)
+        for later in list_checkpoints(output / "checkpoints"):
+            # a rerun without --resume would continue the training that is left here
+            if later.name > checkpoint.name and not find_fault(later):
+                raise UserError(
+                    f"--resume {path}: the run in {output} has continued to {later.name}; omit "
+                    "--resume to resume from there, remove the later checkpoints to go back, or "
+                    "branch off with --output DIR"
+                )
+        return checkpoint
     if not is_branch:
         raise UserError(
             f"--output {output} holds another run than --resume {path}: choose another folder"
@@ -109,26 +108,30 @@ def _is_branch(output: Path, path: Path) -> bool:
 
 
 def _find(path: Path) -> Path:
+    """Return the checkpoint ``path``, or the newest intact one of the run ``path``."""
     if (path / TRAINER).exists():
-        if fault := find_fault(path):
+        fault = find_fault(path)
+        if fault:
             raise UserError(
                 f"--resume {path}: this checkpoint cannot be resumed, {fault}; choose another"
             )
         return path
-    found = _newest_intact(path / "checkpoints")
-    if found is None:
+    newest = _newest_intact(path / "checkpoints")
+    if newest is None:
         raise UserError(
             f"--resume {path}: neither a checkpoint nor a run with one; give the path of one of "
             f"these, or {NEVER}"
         )
-    return found
+    return newest
 
 
 def _newest_intact(folder: Path) -> Path | None:
+    """Return the newest checkpoint in ``folder`` without a fault; warn of those it skips."""
     put_back_old(folder)
     checkpoints = list_checkpoints(folder)
     for path in checkpoints:
-        if (fault := find_fault(path)) is None:
+        fault = find_fault(path)
+        if fault is None:
             return path
         warn(f"{path} cannot be resumed ({fault}) and is skipped")
     if checkpoints:
@@ -140,8 +143,7 @@ def _newest_intact(folder: Path) -> Path | None:
 
 
 def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
-    """Return config.json's ``starts`` with this start added, and its ``config`` with INIT as at the
-    first start.
+    """Return config.json's ``starts`` with this start added, and ``config`` with the first INIT.
 
     Prints what has changed since the last start.
     """
@@ -154,10 +156,11 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     print(f"resuming from {start_from}")
     changed = changed_keys(start_from, about["config"])
     for key, (then, value) in changed.items():
-        schedule = "; the learning rate follows the new schedule" * (key == "NUM_EPOCHS")
-        print(f"{key}={value!r} from here on (was {then!r}){schedule}")
+        note = "; the learning rate follows the new schedule" if key == "NUM_EPOCHS" else ""
+        print(f"{key}={value!r} from here on (was {then!r}){note}")
     before = read_about(start_from)
-    if (dtype := before["starts"][-1].get("dtype")) != now["dtype"]:
+    dtype = before["starts"][-1].get("dtype")
+    if dtype != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {dtype})")
     untold = [key for key in HARMLESS if key not in ("parallel", "zero")]
     now["changed"] = {key: pair for key, pair in changed.items() if not _is_under(key, untold)}
@@ -168,21 +171,14 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
 
 
 def finished_step(path: Path, last_step: int) -> int | None:
-    """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended
-    there, else None.
-    """
+    """Return the step of checkpoint ``path`` if it ends a run of ``last_step`` steps, or None."""
     state = read_trainer_state(path)["trainer"]
-    return (
-        state["step"]
-        if state["step"] >= last_step and state["evaluated_step"] == state["step"]
-        else None
-    )
+    step = state["step"]
+    return step if step >= last_step and state["evaluated_step"] == step else None
 
 
 def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
-    """Raise `UserError` if the checkpoint ``path`` is from another data set, unless DATA.root is
-    ``allowed``.
-    """
+    """Raise `UserError` if ``path`` is of another data set, unless DATA.root is ``allowed``."""
     then = read_about(path)["data"]
     if then["fingerprint"] == data.fingerprint:
         return
@@ -190,8 +186,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
     if not _is_under("DATA.root", allowed):
         raise UserError(
             f"DATA.root differs from the data set of checkpoint {path} ({counts}): point DATA.root "
-            "to the original, "
-            "or add --allow-change DATA.root"
+            "to the original, or add --allow-change DATA.root"
         )
     print(f"DATA.root is another data set from here on ({counts}); the best starts anew")
 
@@ -199,8 +194,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
 def check_changes(
     path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int
 ) -> None:
-    """Raise `UserError` where ``config`` would train differently from the run of the checkpoint
-    ``path``.
+    """Raise `UserError` where ``config`` trains differently from the run of checkpoint ``path``.
 
     In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that
     are neither `HARMLESS` nor in ``allowed``.
@@ -211,12 +205,11 @@ def check_changes(
             then, now = changed[key]
             raise UserError(
                 f"{key}={now!r}: {path} was trained with {then!r} and cannot be resumed with "
-                "another; keep that, or "
-                "start another run with --output DIR (--init takes the weights)"
+                "another; keep that, or start another run with --output DIR (--init takes the "
+                "weights)"
             )
-    models = read_config(path, read_about(path))["MODEL"], config["MODEL"]
-    saved, wanted = (state_shapes(build_on_meta(model)) for model in models)
-    if saved != wanted:
+    model = read_config(path, read_about(path))["MODEL"]
+    if state_shapes(build_on_meta(model)) != state_shapes(build_on_meta(config["MODEL"])):
         of_model = {key: pair for key, pair in changed.items() if _is_under(key, ["MODEL"])}
         raise UserError(
             f"{show_changes(of_model)}: {path} is of another architecture and cannot be resumed "
@@ -226,17 +219,14 @@ def check_changes(
     if not path.is_relative_to(output):
         return
     then, now = changed.get("NUM_EPOCHS", (0, 0))
-    extended = ["NUM_EPOCHS", "WARMUP_EPOCHS"] * (now > then)  # which some recipes derive
-    refused = {
-        key: pair
-        for key, pair in changed.items()
-        if not _is_under(key, (*HARMLESS, *allowed, *extended))
-    }
+    accepted = [*HARMLESS, *allowed]
+    if now > then:  # some recipes derive the warm-up from the number of epochs
+        accepted += ["NUM_EPOCHS", "WARMUP_EPOCHS"]
+    refused = {key: pair for key, pair in changed.items() if not _is_under(key, accepted)}
     if refused:
         allow = " ".join(f"--allow-change {key}" for key in refused)
-        state = (
-            "would train differently" if finished_step(path, last_step) is None else "is finished"
-        )
+        is_finished = finished_step(path, last_step) is not None
+        state = "is finished" if is_finished else "would train differently"
         raise UserError(
             f"{show_changes(refused)}: the run in {output} {state}; keep the earlier values, start "
             f"another run with --output DIR, branch off with --resume {path} --output DIR, or add "
@@ -245,13 +235,12 @@ def check_changes(
 
 
 def _is_under(key: str, names: Sequence[str]) -> bool:
+    """Return whether ``key`` is one of ``names``, or a key in one of these sections."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint
-    ``path``.
-    """
+    """Return ``{key: (then, now)}`` for the keys that differ from those of checkpoint ``path``."""
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults
     saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none

@@ -1,6 +1,4 @@
-"""The full state dict of a model and its optimizer under timm's names, written as checkpoints or
-not at all.
-"""
+"""The full state of a model and its optimizer under timm's names, and the folders that hold it."""
 
 import shutil
 import tempfile
@@ -46,13 +44,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None:
-    """Write the files of ``content`` as the checkpoint folder ``path``, in place of one that is
-    there.
+    """Write the files of ``content`` as the checkpoint folder ``path``, or replace it.
 
     At any moment ``path`` is whole, as it was before, or not there. On OSError nothing of the new
     one is left.
     """
-    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    partial = path.with_name(f".{path.name}.partial")
+    old = path.with_name(f".{path.name}.old")
     try:
         put_back_old(path.parent)
         for left in (partial, old):
@@ -60,11 +58,10 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         partial.mkdir(parents=True)
         for name, value in content.items():
             _write_file(partial / name, value)
-        _write_file(
-            partial / MARKER,
-            "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode(),
-        )
-        for name in content:  # save_file lets nobody else read
+        sums = [f"{sha256_of(partial / name)}  {name}\n" for name in content]
+        _write_file(partial / MARKER, "".join(sums).encode())
+        # save_file lets nobody else read
+        for name in content:
             shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
         if path.exists():
@@ -79,6 +76,7 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
 
 
 def _write_file(file: Path, value: Tensors | bytes) -> None:
+    """Write ``file`` to the disk."""
     if isinstance(value, bytes):
         file.write_bytes(value)
     else:
@@ -95,18 +93,13 @@ def put_back_old(folder: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in ``folder``, the newest first; their content is not
-    checked.
-    """
-    return sorted(
-        (path.parent for path in folder.glob(f"step-*/{MARKER}") if path.is_file()), reverse=True
-    )
+    """Return the complete checkpoints in ``folder``, the newest first, with any content."""
+    markers = folder.glob(f"step-*/{MARKER}")
+    return sorted((marker.parent for marker in markers if marker.is_file()), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in ``folder``, or None; its content is not
-    checked.
-    """
+    """Return the complete checkpoint of the highest step in ``folder``, or None."""
     return next(iter(list_checkpoints(folder)), None)
 
 
@@ -116,7 +109,8 @@ def best_checkpoint(folder: Path) -> Path | None:
     A run of an earlier version has the link ``best`` alone; in a copy that follows links it is a
     folder.
     """
-    file, link = folder / BEST_FILE, folder / BEST
+    file = folder / BEST_FILE
+    link = folder / BEST
     if not (file.exists() or link.is_symlink()):
         return _original(link)
     name = read_text(file).strip() if file.exists() else link.readlink().name
@@ -124,8 +118,9 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def _original(copy: Path) -> Path | None:
-    """Return the checkpoint beside ``copy`` with the same checksums, else ``copy``; None where that
-    is no checkpoint.
+    """Return the checkpoint beside ``copy`` with the same checksums, or else ``copy``.
+
+    None where ``copy`` is no checkpoint.
     """
     marker = copy / MARKER
     if not marker.is_file():
@@ -140,8 +135,10 @@ def mark_best(path: Path) -> None:
     A folder in the place of the link is removed if it is a copy of another checkpoint, else
     renamed. On a file system without links only the file is written.
     """
-    folder, link = path.parent, path.with_name(BEST)
-    partial, partial_link = (folder / f".{name}.partial" for name in (BEST_FILE, BEST))
+    folder = path.parent
+    link = folder / BEST
+    partial = folder / f".{BEST_FILE}.partial"
+    partial_link = folder / f".{BEST}.partial"
     partial.write_text(f"{path.name}\n")
     sync(partial)
     partial.replace(folder / BEST_FILE)
@@ -161,15 +158,14 @@ def mark_best(path: Path) -> None:
 
 
 def clear_old(newest: Path, keep: int) -> None:
-    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and what interrupted
-    writing has left.
+    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and unfinished files.
 
     Later ones were damaged when the run was resumed from an earlier one.
     """
     folder = newest.parent
     best = best_checkpoint(folder)
-    found = [path for path in list_checkpoints(folder) if path.name <= newest.name]
-    old = [path for path in found[keep:] if path != best]
+    earlier = [path for path in list_checkpoints(folder) if path.name <= newest.name]
+    old = [path for path in earlier[keep:] if path != best]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
         # those of an interrupted `mark_best`, or a link to a checkpoint elsewhere
         if path.is_symlink() or path.is_file():
@@ -186,8 +182,7 @@ def full_state_dict(
     averages: Mapping[str, Tensor] | None,
     buffers: dict[str, Tensors],
 ) -> dict[str, Tensors]:
-    """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the
-    name of their file.
+    """Copy the parameters, their averages and the optimizer's state to the CPU, by their file.
 
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must
     call it; only rank 0 copies. The next call with the same ``buffers`` overwrites the copies,
@@ -199,8 +194,8 @@ def full_state_dict(
     }
     if averages is not None:
         files[EMA] = (
-            (name, gather_whole(held, averages.get(name)))
-            for name, held in held_state(model).items()
+            (name, gather_whole(shard, averages.get(name)))
+            for name, shard in held_state(model).items()
         )
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
@@ -211,20 +206,21 @@ def full_state_dict(
 def _gather_moments(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> Iterator[tuple[str, Tensor | None]]:
+    """Gather the optimizer's full states one by one, as (``<state>/<parameter>``, tensor)."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield (
-                    f"{key}/{name}",
-                    gather_whole(parameter, value) if value.shape == parameter.shape else value,
-                )
+                is_sharded = value.shape == parameter.shape  # unlike a number of steps
+                yield f"{key}/{name}", gather_whole(parameter, value) if is_sharded else value
 
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
-    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others
-    only gather them.
+    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered.
+
+    The other ranks only take part in gathering them.
     """
-    is_first, copies = gpc.get_global_rank() == 0, {}
+    is_first = gpc.get_global_rank() == 0
+    copies = {}
     for name, tensor in tensors:
         if tensor is not None and is_first:
             if name not in buffers:
@@ -238,8 +234,7 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
 def load_full_state_dict(
     path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
 ) -> None:
-    """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded
-    or not.
+    """Load the checkpoint folder ``path`` into a model and its optimizer, in any parallel mode.
 
     ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its
     weights. Raises UserError for the checkpoint of another architecture.
@@ -249,20 +244,17 @@ def load_full_state_dict(
     load_canonical_state(model, weights)
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
-        whole = load_file(path / EMA) if (path / EMA).exists() else weights
-        held = held_state(model)
+        full = load_file(path / EMA) if (path / EMA).exists() else weights
+        shards = held_state(model)
         for name, average in averages.items():
-            average.copy_(cut_piece(held[name], whole[name]))
+            average.copy_(cut_piece(shards[name], full[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of
-    ``model``, or not finite.
-    """
+    """Raise `UserError` unless ``weights``, of ``path``, are full and finite, as of ``model``."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    check_shapes(
-        path, saved, {name: list(whole_shape(held)) for name, held in held_state(model).items()}
-    )
+    wanted = {name: list(whole_shape(shard)) for name, shard in held_state(model).items()}
+    check_shapes(path, saved, wanted)
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
             raise UserError(
@@ -273,21 +265,20 @@ def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Modu
 def _load_moments(
     path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
+    """Give every parameter its shard of the full ``moments``, named ``<state>/<parameter>``."""
     parameters = named_shards(model)
     state = defaultdict(dict)
-    for place, whole in moments.items():
-        key, _, name = place.partition("/")
+    for entry, full in moments.items():
+        key, _, name = entry.partition("/")
         if name not in parameters:
             raise UserError(
-                f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another "
-                "checkpoint"
+                f"{path / OPTIMIZER} does not belong to its model: it has {entry}; use "
+                "another checkpoint"
             )
         parameter = parameters[name]
-        is_moment = whole.shape == whole_shape(parameter)
-        state[parameter][key] = cut_piece(parameter, whole) if is_moment else whole
-    # torch's own loading brings every state to the device and the type that the optimizer keeps it
-    # in
+        is_moment = full.shape == whole_shape(parameter)
+        state[parameter][key] = cut_piece(parameter, full) if is_moment else full
+    # torch numbers the parameters; its loading brings each state to the optimizer's device and type
     ordered: list[Any] = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]

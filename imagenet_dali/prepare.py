@@ -1,5 +1,4 @@
-"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify or
-adopt one.
+"""Turn folders, tars or parquet files of images into a TFRecord data set; verify or adopt one.
 
 python -m imagenet_dali.prepare SOURCE DEST
 python -m imagenet_dali.prepare --check DIR
@@ -15,6 +14,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from common.errors import UserError, command_parser, counted, print_wrapped, pri
 from common.files import folder_lock
 from common.hardware import cores
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
-from imagenet_dali.find_images import VALIDATION_SHARE, Place, Source, list_source
+from imagenet_dali.find_images import VALIDATION_SHARE, list_source
+from imagenet_dali.source import Position, RowPosition, Source
 from imagenet_dali.verify import REFUSED, adopt, check, print_some, report_refused
 from imagenet_dali.writer import (
     QUALITY,
@@ -38,6 +39,7 @@ from imagenet_dali.writer import (
     write_shard,
 )
 
+OPTIONS = ("validation_share", "shards", "short_side", "split")  # of the data set that is made
 JOB = "job.json"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
@@ -51,10 +53,7 @@ def main(argv: list[str]) -> None:
         if args.check or args.adopt:
             _verify(args)
         else:
-            options = {
-                name: getattr(args, name)
-                for name in ("validation_share", "shards", "short_side", "split")
-            }
+            options = {name: getattr(args, name) for name in OPTIONS}
             prepare(Path(args.source), Path(args.dest), args.workers, args.max_refused, **options)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
@@ -83,27 +82,25 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "share of each class that is held out if SOURCE has no validation split (default: 0.2)"
     add("--validation-share", type=float, metavar="F", help=share)
-    add(
-        "--split",
-        choices=sorted({*SPLITS.values()}),
-        help="prepare this split alone; of a folder without any, all",
-    )
+    split = "prepare this split alone; of a folder without any, all"
+    add("--split", choices=sorted({*SPLITS.values()}), help=split)
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
     short_side = (
         "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): "
-        "shards get "
-        "smaller and decode faster, but detail is lost; smaller images are not enlarged"
+        "shards get smaller and decode faster, but detail is lost; smaller images are not enlarged"
     )
     add("--short-side", type=int, metavar="N", help=short_side)
     return parser
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
+    """Raise `UserError` for flags that do not go together, or are out of range."""
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     mode = "--check" if args.check else "--adopt"
-    for name in ("validation_share", "shards", "short_side", "split"):
-        if args.dest is None and (value := getattr(args, name)) is not None:
+    for name in OPTIONS:
+        value = getattr(args, name)
+        if args.dest is None and value is not None:
             raise UserError(
                 f"--{name.replace('_', '-')}={value}: has no effect with {mode}, since the shards "
                 "stay as they are; leave it out"
@@ -123,13 +120,18 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    root, note = Path(args.source), ""
+    """Do ``--check`` or ``--adopt``."""
+    root = Path(args.source)
+    note = ""
     if args.adopt:
-        if left_out := adopt(root, args.workers, args.max_refused):
+        left_out = adopt(root, args.workers, args.max_refused)
+        if left_out:
             note = f" but {counted(left_out, 'bad one')}, left out and listed in {REFUSED}"
-    elif faults := check(root, args.workers):
-        print_some(faults)
-        raise UserError(f"{root}: faults found: {len(faults)}; {REMEDY}")
+    else:
+        faults = check(root, args.workers)
+        if faults:
+            print_some(faults)
+            raise UserError(f"{root}: faults found: {len(faults)}; {REMEDY}")
     print(f"{printable(root)}: every record is verified{note}")
 
 
@@ -154,65 +156,82 @@ def prepare(
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     earlier = _read_job(dest)
-    # where an earlier version made or began it
+    # the split of an earlier version is kept where that made or began the data set
     by_count = bool(earlier and not earlier.get("held_out"))
     listed = list_source(source, validation_share, split, by_count=by_count)
     print_wrapped(listed.summary)
     print_wrapped(f"{split or 'validation'}: {listed.validation}")
-    share = VALIDATION_SHARE if validation_share is None else validation_share
-    job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
-    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side, split=split)
-    job["held_out"] = None if by_count else listed.held_out or None  # as earlier versions have it
+    job = dict(
+        source=printable(source.resolve()),
+        files=listed.fingerprint,
+        validation_share=VALIDATION_SHARE if validation_share is None else validation_share,
+        shards=shards,
+        seed=0,
+        quality=QUALITY,
+        short_side=short_side,
+        split=split,
+        held_out=None if by_count else listed.held_out or None,  # as earlier versions have it
+    )
     plan = plan_shards(listed, shards)
     if _is_complete(dest, job, earlier):
         print(f"{printable(dest)}: complete already")
         return
-    done: dict[str, ShardRows] = {}
-    refused, converted = [], 0
-    names = listed.class_names
-    tasks = (
-        ShardTask(
-            source,
-            dest,
-            name,
-            files,
-            [listed.places.get(file) for file, _ in files],
-            names,
-            short_side,
-        )
-        for name, files in plan.items()
-    )
-    with (
-        folder_lock(dest / PARTIAL),
-        tqdm(total=sum(map(len, plan.values())), unit="image", disable=None) as progress,
-    ):
-        for report in parallel_map(write_shard, tasks, workers):
-            rows = np.array(
-                [tuple(row) for row in report["rows"]], RECORD
-            )  # an eighth of the report's memory
-            done[report["name"]] = ShardRows(report["name"], report["sha256"], rows)
-            refused += report["refused"]
-            converted += report["converted"]
-            progress.update(len(rows) + len(report["refused"]))
+    written = _write_shards(dest, listed, plan, short_side, workers)
     try:
-        report_refused(dest, sorted(refused), sum(map(len, plan.values())), max_refused)
+        images = sum(map(len, plan.values()))
+        report_refused(dest, sorted(written.refused), images, max_refused)
     except UserError:
         for folder in (PARTIAL, *listed.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         raise
-    written = {
-        split: [done[name] for name in plan if name.startswith(f"{split}/")]
-        for split in listed.splits
-    }
-    write_dataset(dest, written, names, 0, job)
+    splits = {}
+    for name in listed.splits:
+        splits[name] = [written.shards[shard] for shard in plan if shard.startswith(f"{name}/")]
+    write_dataset(dest, splits, listed.class_names, 0, job)
     shutil.rmtree(dest / PARTIAL)
-    for split, of_split in written.items():
-        images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
-        print(f"{printable(dest)}: {images} {split} images in {files}")
+    for name, of_split in splits.items():
+        images = sum(len(shard.rows) for shard in of_split)
+        print(f"{printable(dest)}: {images} {name} images in {counted(len(of_split), 'shard')}")
     print(
-        f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} "
-        "refused"
+        f"{printable(dest)}: {len(listed.class_names)} classes; {written.converted} images "
+        f"converted, {len(written.refused)} refused"
     )
+
+
+@dataclass
+class WrittenShards:
+    """All shards by name, a line for each refused image, and the number of re-encoded ones."""
+
+    shards: dict[str, ShardRows] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    converted: int = 0
+
+
+def _write_shards(
+    dest: Path, source: Source, plan: Mapping[str, Files], short_side: int | None, workers: int
+) -> WrittenShards:
+    """Write the shards of a plan, but those that are there already."""
+    tasks = []
+    for name, files in plan.items():
+        positions = [source.positions.get(file) for file, _ in files]
+        tasks.append(
+            ShardTask(source.root, dest, name, files, positions, source.class_names, short_side)
+        )
+    written = WrittenShards()
+    images = sum(map(len, plan.values()))
+    with (
+        folder_lock(dest / PARTIAL),
+        tqdm(total=images, unit="image", disable=None) as progress,
+    ):
+        for report in parallel_map(write_shard, tasks, workers):
+            # an eighth of the report's memory
+            rows = np.array([tuple(row) for row in report["rows"]], RECORD)
+            name = report["name"]
+            written.shards[name] = ShardRows(name, report["sha256"], rows)
+            written.refused += report["refused"]
+            written.converted += report["converted"]
+            progress.update(len(rows) + len(report["refused"]))
+    return written
 
 
 def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
@@ -226,7 +245,7 @@ def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
         raise UserError(f"--shards={shards}: more than the {train} images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
-        shuffled = _shuffle(files, source.places, random.Random(f"0/{split}"))
+        shuffled = _shuffle(files, source.positions, random.Random(f"0/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
         for i in range(number):
@@ -234,20 +253,23 @@ def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
     return plan
 
 
-def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> Files:
-    """Return all files in random order; those of parquet files in windows of whole, random row
-    groups.
+def _shuffle(files: Files, positions: Mapping[str, Position], rng: random.Random) -> Files:
+    """Return all files in random order; many rows of parquet files in windows of random row groups.
 
-    Of a row group, which is compressed as a whole, every shard of its window reads some rows.
+    Each shard reads all row groups that it has rows of, since they are compressed as a whole. So a
+    window's shards share its row groups.
     """
     blocks = defaultdict(list)
     for file in sorted(files):
-        place = places.get(file[0])
-        block = place[:2] if place and place.is_row and len(files) > IMAGES_PER_WINDOW else ("", 0)
+        position = positions.get(file[0])
+        block = ("", 0)
+        if isinstance(position, RowPosition) and len(files) > IMAGES_PER_WINDOW:
+            block = (position.container, position.row_group)
         blocks[block].append(file)
     order = list(blocks)
     rng.shuffle(order)
-    shuffled, window = [], []
+    shuffled = []
+    window = []
     for number, block in enumerate(order, 1):
         window += blocks[block]
         if len(window) >= IMAGES_PER_WINDOW or number == len(order):
@@ -266,8 +288,9 @@ def _read_job(dest: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
-    """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job
-    has claimed it.
+    """Return whether the job is done; if not, claim `dest` for it.
+
+    Raises `UserError` if another job has claimed it, or `dest` holds other files.
     """
     if earlier is None:
         if dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
@@ -277,7 +300,8 @@ def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None
         with atomic_file(dest / PARTIAL / JOB) as file:
             file.write(json.dumps(job).encode())
         return False
-    if changed := [key for key, value in job.items() if earlier.get(key) != value]:
+    changed = [key for key, value in job.items() if earlier.get(key) != value]
+    if changed:
         raise UserError(
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST "
             "or delete it"
@@ -286,9 +310,7 @@ def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None
 
 
 def _stop(number: int, _: object) -> None:
-    """End on a signal as on Ctrl-C: killed, Python would warn of semaphores that nobody has
-    released.
-    """
+    """End as on Ctrl-C; killed, Python would warn of semaphores that nobody has released."""
     for worker in multiprocessing.active_children():
         worker.terminate()
     raise KeyboardInterrupt(number)

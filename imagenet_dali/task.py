@@ -115,7 +115,7 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
 def _open_folder(root: Path, split: str | None, by_count: bool) -> dict[str, FolderSplit]:
     """Return the splits of a folder of images, or one of them, and say what was found."""
     source = list_source(root, split=split, by_count=by_count)
-    if source.places:
+    if source.positions:
         raise UserError(
             f"DATA.root={root}: tars and parquet files are read by `python -m "
             "imagenet_dali.prepare` only"

@@ -1,9 +1,9 @@
 """Verify a prepared data set; turn existing TFRecord shards into one."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,32 +30,44 @@ from imagenet_dali.tfrecord_format import (
     masked_crc,
     unframe,
 )
-from imagenet_dali.writer import ShardRows, atomic_file, check_jpeg, parallel_map, write_dataset
+from imagenet_dali.writer import (
+    ShardRows,
+    atomic_file,
+    check_jpeg,
+    parallel_map,
+    table_row,
+    write_dataset,
+)
 
 REFUSED = "refused.txt"
 
 
+@dataclass(frozen=True)
+class InspectedShard:
+    """The good records of a shard, and a line for each bad one and for what hides records."""
+
+    shard: ShardRows
+    refused: list[str]
+    faults: list[str]
+
+
 def check(root: Path, workers: int) -> list[str]:
-    """Compare every byte of a prepared data set with its manifest; return a line for each fault of
-    a shard.
-    """
+    """Compare every byte of a prepared data set with its manifest; return the shards' faults."""
     manifest = read_manifest(root)
     read_labels(root / LABELS, manifest.num_classes)
     for name in manifest.splits:
         read_table(root, manifest, name)
     entries = [entry for split in manifest.splits.values() for entry in split.shards]
-    if missing := list(find_faults(root, entries)):
-        return missing
+    faults = list(find_faults(root, entries))
+    if faults:
+        return faults
+    paths = [root / entry.name for entry in entries]
     with ThreadPoolExecutor(workers) as pool:
-        sums = pool.map(lambda entry: sha256_of(root / entry.name), entries)
-        pairs = zip(
-            entries, tqdm(sums, total=len(entries), unit="shard", disable=None), strict=True
-        )
-        return [
-            f"{root / entry.name}: differs from the manifest"
-            for entry, found in pairs
-            if found != entry.sha256
-        ]
+        sums = tqdm(pool.map(sha256_of, paths), total=len(paths), unit="shard", disable=None)
+        for path, entry, checksum in zip(paths, entries, sums, strict=True):
+            if checksum != entry.sha256:
+                faults.append(f"{path}: differs from the manifest")
+    return faults
 
 
 def adopt(root: Path, workers: int, max_refused: float) -> int:
@@ -71,25 +83,29 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
         raise UserError(
             f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it"
         )
-    names = defaultdict(list)
+    names = {}
     for word, split in SPLITS.items():
-        if split != "test" and (found := _find_shards(root, word)):
-            names[split] += found
-    if "train" not in names:
+        if split != "test":
+            names[split] = names.get(split, []) + _find_shards(root, word)
+    if not names["train"]:
         raise UserError(
             f"{root}: no such folder, or no shards: they are the files of train/, or files named "
             "train-*"
         )
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
-    results = tqdm(
-        parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None
-    )
-    shards, refused, faults = zip(*results, strict=True)
-    if any(faults):
-        print_some(sorted(filter(None, faults)))
+    shards = []
+    refused = []
+    faults = []
+    inspected = parallel_map(_inspect_shard, tasks, workers)
+    for result in tqdm(inspected, total=len(tasks), unit="shard", disable=None):
+        shards.append(result.shard)
+        refused += result.refused
+        faults += result.faults
+    if faults:
+        print_some(sorted(faults))
         raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
-    refused = sorted(itertools.chain(*refused))
+    refused.sort()
     total = sum(len(shard.rows) for shard in shards) + len(refused)
     report_refused(root, refused, total, max_refused)
     by_name = {shard.name: shard for shard in shards}
@@ -101,7 +117,7 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
         raise UserError(
             f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}"
         )
-    if "validation" not in names:
+    if not names["validation"]:
         raise UserError(
             f"{root}: no validation shards: they are the files of validation/, or files named "
             "validation-*"
@@ -140,20 +156,29 @@ def print_some(lines: list[str]) -> None:
 
 
 def _find_shards(root: Path, word: str) -> list[str]:
-    folder = next((p for p in root.glob("*") if p.is_dir() and p.name.lower() == word), root / word)
-    paths = folder.iterdir() if folder.is_dir() else root.glob(f"{word}-*")
-    is_shard = (
-        p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith(".")
+    """Return the shards of a split named `word`, by their paths from `root`, sorted."""
+    paths = root.glob(f"{word}-*")
+    for folder in root.glob("*"):
+        if folder.name.lower() == word and folder.is_dir():
+            paths = folder.iterdir()
+            break
+    return sorted(
+        path.relative_to(root).as_posix()
+        for path in paths
+        # DALI's tfrecord2idx writes an index beside each shard
+        if path.is_file() and path.suffix != ".idx" and not path.name.startswith(".")
     )
-    return sorted(path.relative_to(root).as_posix() for path in is_shard)
 
 
-def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str], str]:
-    """Return the rows of a shard's records, a line for each that must not reach training, and the
-    fault of a shard whose records cannot all be found, or "".
-    """
+def _inspect_shard(task: tuple[Path, str]) -> InspectedShard:
+    """Index the shard ``root / name``, given both."""
     root, name = task
-    path, rows, refused, fault, number, end = root / name, [], [], "", 0, 0
+    path = root / name
+    rows = []
+    refused = []
+    faults = []
+    number = 0
+    end = 0
     try:
         for number, (offset, record) in enumerate(scan(path)):
             end = offset + len(record)
@@ -166,21 +191,21 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str], str]:
                     raise BadSampleError(
                         f"{color_space} JPEG, which decoders turn into different colours"
                     )
-                rows.append(
-                    (0, offset, len(record), record.find(image), len(image), label, height, width)
-                )
+                rows.append(table_row(offset, record, image, label, height, width))
             except BadSampleError as error:
                 refused.append(f"{path}: record {number} at byte {offset}: {error}")
     except BadSampleError as error:
-        fault = f"{path}: after record {number}, at byte {end}: {error}"
-    if not end:
-        fault = fault or f"{path}: no records"
-    return ShardRows(name, sha256_of(path), np.array(rows, RECORD)), refused, fault
+        faults.append(f"{path}: after record {number}, at byte {end}: {error}")
+    if not end and not faults:
+        faults.append(f"{path}: no records")
+    shard = ShardRows(name, sha256_of(path), np.array(rows, RECORD))
+    return InspectedShard(shard, refused, faults)
 
 
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:
     """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
-    low, high = present[0], present[-1]
+    low = present[0]
+    high = present[-1]
     if class_names and low and high != len(class_names):
         names = f"{len(class_names)} names counted from 0 and from 1"
         raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
@@ -193,13 +218,13 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
 
 
 def scan(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield ``(offset, record)`` for each record of a shard, in order; `unframe` checks what the
-    record holds.
+    """Yield ``(offset, record)`` for each record of a shard, in order, its payload unchecked.
 
     Raises `BadSampleError` where the next record cannot be found: a wrong length, or the end of the
     file inside one.
     """
-    offset, end = 0, path.stat().st_size
+    offset = 0
+    end = path.stat().st_size
     with path.open("rb") as file:
         while header := file.read(HEADER_BYTES):
             if len(header) < HEADER_BYTES:
@@ -218,15 +243,14 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
-    """Return ``(image, label as stored)``; `BadSampleError` unless there is exactly one of each, of
-    the right type.
+    """Return the image and its label as stored.
+
+    Raises `BadSampleError` unless there is exactly one of each, of the right type.
     """
     try:
         features = Example.FromString(payload).features.feature
-        (image,), (label,) = (
-            features["image/encoded"].bytes_list.value,
-            features["image/class/label"].int64_list.value,
-        )
+        (image,) = features["image/encoded"].bytes_list.value
+        (label,) = features["image/class/label"].int64_list.value
     except (DecodeError, ValueError) as error:
         raise BadSampleError(
             "not a tf.train.Example with one image/encoded (bytes) and one image/class/label "

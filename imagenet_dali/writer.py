@@ -32,13 +32,9 @@ from common.data.image_folder import (
 from common.data.workers import follow_parent
 from common.errors import UserError, first_line, printable
 from common.files import read_bytes
-from imagenet_dali.dataset import (
-    FORMAT,
-    LABELS,
-    MANIFEST,
-    PARTIAL,
-)
-from imagenet_dali.find_images import Place, read_rows
+from imagenet_dali.containers import read_rows
+from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL
+from imagenet_dali.source import Position, RowPosition
 from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 
 QUALITY = 95  # of JPEGs that are re-encoded
@@ -58,29 +54,27 @@ class ShardTask:
     dest: Path
     name: str
     files: Files
-    places: list[Place | None]  # None for an image that is a file itself
+    positions: list[Position | None]  # None for an image that is a file itself
     class_names: list[str]
     short_side: int | None
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One finished shard: its path from the root, its checksum and its rows (column ``shard`` not
-    filled in yet).
-    """
+    """One finished shard."""
 
-    name: str
+    name: str  # path relative to the root
     sha256: str
-    rows: np.ndarray
+    rows: np.ndarray  # of RECORD, whose column ``shard`` is filled in later
 
 
 def parallel_map(
     function: Callable[[Item], Result], tasks: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned
-    processes.
+    """Yield the result of each task as it completes, in any order, from `workers` processes.
 
-    With one worker, this process does the work. Workers end with this process, however it ends.
+    With one worker, this process does the work; more are spawned. They end with this process,
+    however it ends. Raises `UserError` if one dies.
     """
     if workers == 1:
         yield from map(function, tasks)
@@ -88,12 +82,10 @@ def parallel_map(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
-            mask = signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # inherited while workers import
-            completed = as_completed(
-                [pool.submit(function, task) for task in tasks]
-            )  # and forgets each
+            # workers inherit the mask: Ctrl-C while they import would print a traceback
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            # a list of its own, from which `as_completed` drops each future and its result
+            completed = as_completed([pool.submit(function, task) for task in tasks])
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in completed:
                 yield future.result()
@@ -119,8 +111,12 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file():
         return json.loads(report_path.read_bytes())
-    rows, refused, converted, offset, digest = [], [], 0, 0, hashlib.sha256()
-    in_memory: dict[Place, bytes] = {}
+    rows = []
+    refused = []
+    converted = 0
+    offset = 0
+    digest = hashlib.sha256()
+    in_memory: dict[RowPosition, bytes] = {}
     with atomic_file(task.dest / task.name) as shard:
         for number, (filename, label) in enumerate(task.files):
             try:
@@ -132,9 +128,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             record = frame(
                 build_example(image, label, task.class_names[label], filename, height, width)
             )
-            rows.append(
-                (0, offset, len(record), record.find(image), len(image), label, height, width)
-            )
+            rows.append(table_row(offset, record, image, label, height, width))
             shard.write(record)
             digest.update(record)
             offset += len(record)
@@ -151,28 +145,35 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     return report
 
 
-def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
+def table_row(
+    offset: int, record: bytes, image: bytes, label: int, height: int, width: int
+) -> tuple[int, ...]:
+    """Return the row of `RECORD` for a record of a shard; its shard is filled in later."""
+    return 0, offset, len(record), record.find(image), len(image), label, height, width
+
+
+def _read(task: ShardTask, number: int, in_memory: dict[RowPosition, bytes]) -> bytes:
     """Return the content of an image; of parquet files `ROWS_IN_MEMORY` rows are read at once."""
-    place = task.places[number]
-    if place is None:
+    position = task.positions[number]
+    if position is None:
         path = task.source / task.files[number][0]
         try:
             return read_bytes(path, MAX_BYTES)
         except UserError as error:
             raise BadSampleError(str(error).removeprefix(f"{path}: ")) from error
-    if place.is_row:
-        if place not in in_memory:
-            in_memory.update(
-                read_rows(task.source, filter(None, task.places[number : number + ROWS_IN_MEMORY]))
-            )
-        return in_memory.pop(place)
-    with (task.source / place.container).open("rb") as tar:
-        tar.seek(place.start)
-        return tar.read(place.size)
+    if isinstance(position, RowPosition):
+        if position not in in_memory:
+            ahead = task.positions[number : number + ROWS_IN_MEMORY]
+            rows = [each for each in ahead if isinstance(each, RowPosition)]
+            in_memory |= read_rows(task.source, rows)
+        return in_memory.pop(position)
+    with (task.source / position.container).open("rb") as tar:
+        tar.seek(position.offset)
+        return tar.read(position.size)
 
 
 def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, int, int]:
-    """Decode an image file strictly and return it as an RGB JPEG, with its height and width.
+    """Decode an image file strictly; return it as an RGB JPEG, and its height and width.
 
     A YCbCr JPEG that is upright, not too large and of which libjpeg does not warn is returned
     unchanged. All else that `decode_image` reads is re-encoded without chroma subsampling: other
@@ -212,8 +213,11 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
 
 
 def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
-    height, width, color_space = 0, 0, ""
-    with contextlib.suppress(BadSampleError):  # of all but a JPEG without a warning
+    """Do `convert_image`, with errors as the decoders raise them."""
+    height = width = 0
+    color_space = ""
+    # what is no JPEG, or one with a warning, is decoded by `decode_image`
+    with contextlib.suppress(BadSampleError):
         height, width, color_space = check_jpeg(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     shorter = min(image.size)
@@ -234,8 +238,7 @@ def write_dataset(
     label_base: int,
     made: dict[str, Any],
 ) -> None:
-    """Write everything but the shards; the manifest, which makes the folder a data set, is written
-    last.
+    """Write labels, tables and, last, the manifest, which makes the folder a data set.
 
     `label_base` is the first label as stored in the shards; `made` describes how they were made.
     """
@@ -243,12 +246,14 @@ def write_dataset(
     for split, shards in splits.items():
         rows = np.concatenate([shard.rows for shard in shards])
         rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
-        np.save(buffer := io.BytesIO(), rows)
+        buffer = io.BytesIO()
+        np.save(buffer, rows)
+        table = buffer.getvalue()
         with atomic_file(root / "records" / f"{split}.npy") as file:
-            file.write(buffer.getvalue())
+            file.write(table)
         described[split] = {
             "records": len(rows),
-            "records_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
+            "records_sha256": hashlib.sha256(table).hexdigest(),
             "shards": [
                 {
                     "name": shard.name,
@@ -276,9 +281,8 @@ def write_dataset(
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{path.name}.tmp"
-    )  # a restart overwrites what a killed process left
+    # a fixed name: a restart overwrites what a killed process left
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -1,0 +1,89 @@
+"""List ImageNet as it is downloaded: a tar of a tar for each class, a flat tar, and the devkit."""
+
+import io
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from common.data.image_folder import Files
+from common.errors import UserError, first_line
+from imagenet_dali.containers import tar_members
+from imagenet_dali.source import Source, TarPosition
+
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VALIDATION_TAR = "ILSVRC2012_img_val.tar"
+# the number of each validation image's class, and the synset of each number
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+
+def list_imagenet_tars(root: Path) -> Source:
+    """List the training tar, and the validation tar if it is there."""
+    positions = {}
+    by_class: dict[str, list[str]] = {}
+    for class_tar, _ in tar_members(root / TRAIN_TAR):
+        synset = PurePosixPath(class_tar.name).stem
+        by_class[synset] = []
+        for member, _ in tar_members(root / TRAIN_TAR, class_tar.offset_data):
+            name = f"train/{synset}/{member.name}"
+            by_class[synset].append(name)
+            positions[name] = TarPosition(TRAIN_TAR, member.offset_data, member.size)
+    classes = sorted(by_class)
+    train = [(name, label) for label, synset in enumerate(classes) for name in by_class[synset]]
+    splits = {"train": train}
+    flat = []
+    if (root / VALIDATION_TAR).is_file():
+        for member, _ in tar_members(root / VALIDATION_TAR):
+            name = f"val/{member.name}"
+            flat.append(name)
+            positions[name] = TarPosition(VALIDATION_TAR, member.offset_data, member.size)
+    if flat:
+        labelled, classes = label_by_devkit(root, root / VALIDATION_TAR, sorted(flat), classes)
+        splits["validation"] = labelled
+    return Source(root, classes, splits, positions)
+
+
+def label_by_devkit(
+    root: Path, folder: Path, files: list[str], classes: list[str]
+) -> tuple[Files, list[str]]:
+    """Label the sorted files of a flat folder or tar, and name the classes in words.
+
+    ``classes`` are the synsets of train. Raises `UserError` for a devkit that does not fit.
+    """
+    path = root / DEVKIT
+    if not path.is_file():
+        raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
+    truth, table = _read_devkit(path)
+    numbers = [int(line) for line in truth.split()]
+    if len(numbers) != len(files):
+        raise UserError(
+            f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the "
+            "download"
+        )
+    synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), table["WNID"].tolist(), strict=True))
+    labels = {synset: label for label, synset in enumerate(classes)}
+    missing = {synsets[number] for number in numbers} - set(labels)
+    if missing:
+        raise UserError(
+            f"{path}: {min(missing)} is no class of the training images; complete the download"
+        )
+    listed = [(file, labels[synsets[number]]) for file, number in zip(files, numbers, strict=True)]
+    words = dict(zip(table["WNID"].tolist(), table["words"].tolist(), strict=True))
+    return listed, [words.get(synset, synset) for synset in classes]
+
+
+def _read_devkit(path: Path) -> tuple[bytes, Any]:
+    """Return the file of the validation images' class numbers, and the table of all classes."""
+    from scipy.io import loadmat
+
+    try:
+        with tarfile.open(path) as tar:
+            content: dict[str, Any] = {
+                PurePosixPath(member.name).name: tar.extractfile(member)
+                for member in tar
+                if member.isreg()
+            }
+            truth = content["ILSVRC2012_validation_ground_truth.txt"].read()
+            matrices = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)
+            return truth, matrices["synsets"]
+    except Exception as error:  # of a damaged archive, a dozen unrelated types
+        raise UserError(f"{path}: {first_line(error)}; download it again") from error

@@ -1,6 +1,6 @@
 """Loaders of encoded images, which are decoded, cropped and augmented as they are read.
 
-`TorchvisionReader` decodes with simplejpeg or Pillow in worker processes. The reader of
+`ImageReader` decodes with simplejpeg or Pillow in worker processes. The reader of
 `imagenet_dali` sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
@@ -37,12 +37,12 @@ SHARDS_ONLY = ("order", "block", "window")
 
 
 class ImageSplit(Protocol):
-    """What is read: encoded images and their labels, by number."""
+    """Encoded images and their labels, by number."""
 
     @property
-    def is_prepared(
-        self,
-    ) -> bool: ...  # whether all are RGB JPEGs whose orientation in EXIF is to be ignored
+    def is_prepared(self) -> bool:
+        """Whether all are RGB JPEGs whose orientation in EXIF is to be ignored."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -51,9 +51,8 @@ class ImageSplit(Protocol):
     def fault(self, index: int, reason: object) -> UserError: ...
 
 
-class TorchvisionReader:
-    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64
-    [B], on ``device``.
+class ImageReader:
+    """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
     ``augment``, a `Policy` or `TimmRandAugment`, the last. Whole batches are made by ``workers``
@@ -105,21 +104,18 @@ class TorchvisionReader:
         self._records.close()
 
     def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
-        """Yield the draws with records that can be sent to another process, or with None for a
-        worker to read them.
-        """
+        """Yield each draw with its records, or with None for a worker to read them."""
         for first in draws:
             if first.spans is None:
                 yield first, None
                 continue
             for draw, records in self._records.read(chain([first], draws)):
-                yield (
-                    draw,
-                    [
-                        each if isinstance(each, UserError) else (bytes(each[0]), each[1])
-                        for each in records
-                    ],
-                )
+                # bytes, since a memoryview cannot be sent to another process
+                copies = [
+                    record if isinstance(record, UserError) else (bytes(record[0]), record[1])
+                    for record in records
+                ]
+                yield draw, copies
 
 
 def _decode_draw(
@@ -129,8 +125,7 @@ def _decode_draw(
     augment: Any,
     task: tuple[Draw, list[Record] | None],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that
-    cannot be read.
+    """Return images, uint8 [B, size, size, 3], labels, int64 [B], and messages for bad images.
 
     ``task`` is a draw and its records, or None to read the images here.
     """
@@ -147,28 +142,24 @@ def _decode_draw(
             view = crop_image(image, crop, size, uniforms[row : row + 1])
             if augment:
                 view = augment(Image.fromarray(view), uniforms[row, -augment.uniforms :])
-            images[row], labels[row] = np.asarray(view), label
+            images[row] = np.asarray(view)
+            labels[row] = label
     return images, labels, bad
 
 
 def load_image(
     split: ImageSplit, index: int, record: Record | None = None
 ) -> tuple[np.ndarray, int]:
-    """Return an image, uint8 [Y, X, 3], from its ``record`` if that is read already, and its
-    label.
-    """
+    """Return an image, uint8 [Y, X, 3], and its label, from ``record`` if that is read already."""
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
     decode = decode_jpeg if split.is_prepared else decode_image
     try:
         return decode(data), label
-    except (
-        Exception
-    ) as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        reason = first_line(error).partition(" <")[
-            0
-        ]  # without the buffer's address that some contain
+    except Exception as error:  # Pillow raises a dozen unrelated types for damaged files
+        # without the buffer's address that some contain
+        reason = first_line(error).partition(" <")[0]
         raise split.fault(index, reason) from error
 
 
@@ -180,20 +171,19 @@ def build_train_loader(
     *,
     image_size: int,
     device: torch.device,
-    build_reader: Callable[..., BatchReader] = TorchvisionReader,
+    build_reader: Callable[..., BatchReader] = ImageReader,
     **sampling: Any,
 ) -> Loader:
-    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``,
-    in every epoch.
+    """Return the loader of random crops; each epoch permutes ``images``, or their ``blocks``.
 
     ``sampling`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
     """
-    augment, uniforms = None, CROP_UNIFORMS
-    if randaugment := data["randaugment"]:
-        from common.data.auto_augment import (
-            RandAugment,
-            TimmRandAugment,
-        )  # torchvision takes a second to import
+    augment = None
+    uniforms = CROP_UNIFORMS
+    randaugment = data["randaugment"]
+    if randaugment:
+        # torchvision takes a second to import
+        from common.data.auto_augment import RandAugment, TimmRandAugment
 
         if isinstance(randaugment, str):
             augment = TimmRandAugment(randaugment, data["mean"], data["interpolation"])
@@ -206,9 +196,8 @@ def build_train_loader(
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, sampler.dp_size, device)
-    return Loader(
-        sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options)
-    )
+    reader = build_reader(images, crop, augment=augment, batch=micro_batch, **options)
+    return Loader(sampler, reader)
 
 
 def build_eval_loader(
@@ -218,7 +207,7 @@ def build_eval_loader(
     *,
     image_size: int,
     device: torch.device,
-    build_reader: Callable[..., BatchReader] = TorchvisionReader,
+    build_reader: Callable[..., BatchReader] = ImageReader,
     **sampling: Any,
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks.
@@ -227,9 +216,8 @@ def build_eval_loader(
     """
     sampler = EvalSampler(len(images), batch, **sampling)
     options = _reader_options(data, image_size, sampler.dp_size, device)
-    return Loader(
-        sampler, build_reader(images, build_eval_crop(data, image_size), batch=batch, **options)
-    )
+    crop = build_eval_crop(data, image_size)
+    return Loader(sampler, build_reader(images, crop, batch=batch, **options))
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
@@ -240,6 +228,7 @@ def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
 def _reader_options(
     data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device
 ) -> dict[str, Any]:
+    """Return the arguments of a reader that training and evaluation share."""
     workers = rank_cores() if data["workers"] is None else data["workers"]
     return dict(
         size=image_size,

@@ -16,7 +16,7 @@ from common.config.schema import Data
 from common.data.batch_augment_test import MEAN, STD
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
 from common.data.image_folder import BadImages, FolderSplit, list_classes
-from common.data.image_loaders import TorchvisionReader, build_eval_loader, build_train_loader
+from common.data.image_loaders import ImageReader, build_eval_loader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, Draw, EvalSampler, TrainSampler
 from common.data.workers import RecordReader
@@ -54,9 +54,9 @@ def open_folder(root: Path, split: str) -> FolderSplit:
     return FolderSplit(root, class_names, list_classes(root, root / split, class_names))
 
 
-def reader(split, crop, workers: int = 0, dp_size: int = 1) -> TorchvisionReader:
+def reader(split, crop, workers: int = 0, dp_size: int = 1) -> ImageReader:
     place = dict(workers=workers, device=torch.device("cpu"), dp_size=dp_size)
-    return TorchvisionReader(split, crop, size=SIZE, mean=MEAN, std=STD, **place)
+    return ImageReader(split, crop, size=SIZE, mean=MEAN, std=STD, **place)
 
 
 def train_loader(split, workers: int = 0) -> Loader:

@@ -1,6 +1,4 @@
-"""Threads that read the records of draws, and processes that decode them, ahead of their use and in
-order.
-"""
+"""Threads that read records ahead of their use, and processes that decode them, both in order."""
 
 import gc
 import multiprocessing
@@ -23,24 +21,24 @@ from common.errors import UserError
 # are bound by the GIL
 READING_THREADS = 16
 RECORDS_PER_READ = 64  # of those that are read one by one
-DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
+DRAWS_AHEAD = 3
+BYTES_AHEAD = 128_000_000
+MOST_DRAWS_AHEAD = 64
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 
-Record = (
-    tuple[bytes | memoryview, int] | UserError
-)  # an encoded image and its label, or why there is none
+# an encoded image and its label, or why there is none
+Record = tuple[bytes | memoryview, int] | UserError
 Reading = Future[Sequence[Record]]
 
 
 class _Pending(NamedTuple):
     draw: Draw
-    places: list[tuple[Reading, int]]  # of each sample, in the records of a read
+    readings: list[tuple[Reading, int]]  # of each sample, and its number in the records
     nbytes: int  # whose reading has begun with this draw
 
 
 class RecordReader:
-    """Yield draws with their records, while the next draws are read; a span stays in memory until
-    its last use.
+    """Yield draws with their records while the next are read; keep a span until its last use.
 
     ``source`` is a split: ``read_span(first, end)`` returns records by their numbers,
     ``span_bytes`` their size. At least `DRAWS_AHEAD` draws are ahead, and more of them up to
@@ -70,41 +68,46 @@ class RecordReader:
         self._pool.shutdown(cancel_futures=True)
 
     def _begin(self, draw: Draw, held: dict[int, Reading]) -> _Pending:
-        indices, places, nbytes = draw.indices[draw.indices != PADDING], [], 0
+        """Submit the reading of a draw; ``held`` are the spans that other draws need, too."""
+        indices = draw.indices[draw.indices != PADDING]
+        readings = []
+        nbytes = 0
         if draw.spans is None:
             for part in np.split(indices, range(RECORDS_PER_READ, len(indices), RECORDS_PER_READ)):
                 future = self._pool.submit(self._read_each, part.tolist())
                 nbytes += sum(self.source.span_bytes(index, index + 1) for index in part.tolist())
-                places += [(future, number) for number in range(len(part))]
-            return _Pending(draw, places, nbytes)
-        for index, (first, end, is_last) in zip(
-            indices.tolist(), draw.spans.tolist(), strict=False
-        ):  # padding is last
+                readings += [(future, number) for number in range(len(part))]
+            return _Pending(draw, readings, nbytes)
+        # padding is last, and has spans without a sample
+        spans = draw.spans.tolist()
+        for index, (first, end, is_last) in zip(indices.tolist(), spans, strict=False):
             if first not in held:
                 held[first] = self._pool.submit(self.source.read_span, first, end)
                 nbytes += self.source.span_bytes(first, end)
-            places.append((held[first], index - first))
+            readings.append((held[first], index - first))
             if is_last:
                 del held[first]
-        return _Pending(draw, places, nbytes)
+        return _Pending(draw, readings, nbytes)
 
     def _read_each(self, indices: Sequence[int]) -> list[Record]:
         return [record for index in indices for record in self.source.read_span(index, index + 1)]
 
 
 def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:
-    return pending.draw, [future.result()[number] for future, number in pending.places]
+    """Wait for the records of a draw."""
+    return pending.draw, [future.result()[number] for future, number in pending.readings]
 
 
 class WorkerPool:
-    """Apply ``function`` in ``workers`` forked processes, or in this one if 0; a worker that dies
-    raises `UserError`.
+    """Apply ``function`` in ``workers`` forked processes, or in this one if 0.
 
-    Results come through pipes, not /dev/shm, which is small in containers.
+    Results come through pipes, not /dev/shm, which is small in containers. Raises `UserError` if a
+    worker dies.
     """
 
     def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
-        self.function, self.workers = function, workers
+        self.function = function
+        self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[BaseProcess] = []
 
@@ -125,21 +128,19 @@ class WorkerPool:
         except BrokenProcessPool as error:
             for process in self._processes:
                 process.join(1)  # a worker's pipe closes before its status is there
-            ended = {process.exitcode for process in self._processes} - {
-                None,
-                0,
-                -SIGTERM,
-            }  # which ends the others
+            # the pool ends the others by SIGTERM
+            ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}
             raise UserError(
                 f"DATA.workers={self.workers}: a worker has died, status "
-                f"{', '.join(map(str, ended))}; if that was for "
-                "lack of memory (-9), set fewer workers"
+                f"{', '.join(map(str, ended))}; if that was for lack of memory (-9), set fewer "
+                "workers"
             ) from error
 
     def start(self) -> None:
         """Fork the workers, unless they are there; they end with this process."""
         if self.workers and not self._pool:
-            context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
+            context = multiprocessing.get_context("fork")
+            others = multiprocessing.active_children()
             self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))
             self._pool.submit(int)  # forks all workers
             self._processes = [
@@ -159,6 +160,7 @@ _function: Callable[[Any], Any]  # of a worker
 
 
 def _set_function(function: Callable[[Any], Any]) -> None:
+    """Prepare a forked worker."""
     import torch  # seconds, which processes that only `follow_parent` do not need
 
     global _function
@@ -173,9 +175,7 @@ def _call(task: Any) -> Any:
 
 
 def follow_parent() -> None:
-    """End this worker with its parent, even if that is killed: an orphan would wait for tasks
-    forever.
-    """
+    """End this worker with its parent, even if that is killed; an orphan would wait forever."""
 
     def wait_for_parent() -> None:
         multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]

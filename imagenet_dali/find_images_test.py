@@ -287,7 +287,8 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
     order = [file for files in prepare.plan_shards(source, 5).values() for file in files]
     assert sorted(order) == sorted(source.splits["train"])
     windows = [
-        {source.positions[name].row_group for name, _ in order[i : i + 12]} for i in range(0, 40, 12)
+        {source.positions[name].row_group for name, _ in order[i : i + 12]}
+        for i in range(0, 40, 12)
     ]
     assert [len(groups) for groups in windows] == [3, 3, 3, 1]
     assert [name for name, _ in order[:3]] == [f"t.parquet/{row}/a.jpg" for row in (10, 26, 6)]

@@ -1,5 +1,4 @@
-"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on the GPU or the
-CPU.
+"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on GPU or CPU.
 
 Records are read and verified here, and crops are computed from the sampler's random numbers. DALI's
 own TFRecord reader verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes:
@@ -36,22 +35,17 @@ if TYPE_CHECKING:
     from common.data.auto_augment import Policy
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
-OUT_OF_MEMORY = re.compile(
-    "out.of.memory|alloc", re.IGNORECASE
-)  # in DALI's, CUDA's and nvJPEG's errors
-FANCY_WINDOWS = (
-    13,
-    2,
-)  # the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
+# in DALI's, CUDA's and nvJPEG's errors
+OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)
+# the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
+FANCY_WINDOWS = (13, 2)
 
 
 class RawBatch(NamedTuple):
-    """A batch before decoding: rows of the split's table, JPEG bytes, crops, labels; padding shows
-    the first image.
-    """
+    """A batch before decoding, whose padding shows the first image."""
 
-    indices: np.ndarray
-    jpegs: list[np.ndarray]
+    indices: np.ndarray  # rows of the split's table
+    jpegs: list[np.ndarray]  # the bytes of each
     crops: Crops
     uniforms: np.ndarray
     labels: np.ndarray
@@ -74,12 +68,11 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 def decode_and_resize(
     source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool
 ) -> DataNode:
-    """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror;
-    uint8 [3, Y, X] each.
+    """Return the graph for a GPU: decode a window, resample a region, mirror; uint8 [3, Y, X].
 
     With ``whole``, images are decoded whole and cut then.
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
-    regions, flips. ``device`` is "mixed", or "cpu" for tests.
+    regions that become ``size``, flips. ``device`` is "mixed", or "cpu" for tests.
     """
     jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
@@ -123,10 +116,9 @@ def decodes_windows() -> bool:
 
 
 def nvjpeg_version() -> tuple[int, int]:
-    """Return the version of the nvJPEG that DALI uses, which is the first that was loaded, and keep
-    it; else (0, 0).
-    """
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    """Return the version of the nvJPEG that was loaded first, which DALI uses; else (0, 0)."""
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     for name in ("libnvjpeg.so.13", "libnvjpeg.so.12"):
         with suppress(OSError):
             library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -137,8 +129,7 @@ def nvjpeg_version() -> tuple[int, int]:
 
 
 class DaliReader:
-    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64
-    [B], on ``device``.
+    """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
     ``augment`` the last. Rows of padding are zeros with label -100. DALI does all but ``augment``
@@ -160,14 +151,13 @@ class DaliReader:
         augment: "Policy | None" = None,
         resizes: bool | None = None,
     ) -> None:
-        self.split, self.crop, self.batch, self.device, self.augment = (
-            split,
-            crop,
-            batch,
-            device,
-            augment,
-        )
-        self.size, self.threads = size, threads
+        self.split = split
+        self.crop = crop
+        self.batch = batch
+        self.size = size
+        self.threads = threads
+        self.device = device
+        self.augment = augment
         self._normalize = Normalizer(mean, std, device)
         self.resizes = device.type == "cuda" if resizes is None else resizes
         self.records = RecordReader(split)
@@ -188,12 +178,12 @@ class DaliReader:
         self._raw_batches = self._read_raw(draws)
         pending: deque[Callable[[], Batch]] = deque()
         while (decoded := self._run()) is not None:
-            pending.append(
-                partial(self._finish, *decoded) if self.resizes else self._resize(*decoded)
-            )
-            if (
-                self.resizes or len(pending) > 1
-            ):  # else the threads resize one more while this one is used
+            if self.resizes:
+                pending.append(partial(self._finish, *decoded))
+            else:
+                pending.append(self._resize(*decoded))
+            # the threads resize one more while this one is used
+            if self.resizes or len(pending) > 1:
                 yield pending.popleft()()
         for finish in pending:
             yield finish()
@@ -207,18 +197,17 @@ class DaliReader:
     def _read_raw(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
         """Yield the draws with their bytes."""
         for draw, records in self.records.read(draws):
-            samples, indices = len(records), np.maximum(draw.indices, 0)
-            padding = (
-                [self.split.read(0)] * (len(indices) - samples) if samples < len(indices) else []
-            )
+            samples = len(records)
+            indices = np.maximum(draw.indices, 0)
+            if samples < len(indices):
+                records = records + [self.split.read(0)] * (len(indices) - samples)
             rows = self.split.records[indices]
             labels = rows["label"].astype(np.int64)
             labels[samples:] = NO_LABEL
             shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
             crops = self.crop(shape, draw.uniforms)
-            yield RawBatch(
-                indices, [*map(_jpeg, records + padding)], crops, draw.uniforms, labels, samples
-            )
+            jpegs = [_jpeg(record) for record in records]
+            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, samples)
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -245,13 +234,10 @@ class DaliReader:
         )
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
-        """Return the oldest batch in flight and what DALI made of it; None at the end of the
-        pass.
-        """
+        """Return the oldest batch in flight and what DALI made of it; None at a pass's end."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
-            # bound to torch's stream: DALI reuses the memory only after the work that is queued
-            # there
+            # on torch's stream: DALI reuses the memory only after the work queued there
             outputs = self._pipeline.run(stream)
         except StopIteration:
             self._pipeline.reset()
@@ -270,14 +256,13 @@ class DaliReader:
         return self._normalized(images, raw)
 
     def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> Batch:
+        """Return the batch with its padding as zeros, on the device."""
         images = self._normalize(images_BCYX)
         images[raw.samples :] = 0
         return images, to_device(raw.labels, self.device)
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], Batch]:
-        """Resize and normalise the windows that DALI has decoded, in threads; return what waits for
-        the batch.
-        """
+        """Resize the windows that DALI has decoded, in threads; return what waits for the batch."""
         images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
         arrays = images_BYXC.numpy()
 
@@ -301,15 +286,12 @@ class DaliReader:
         return wait
 
     def _explain(self, error: Exception) -> Exception:
-        """Return what to raise for DALI's error: a record is to blame only if a strict decoder
-        refuses it, too.
-        """
+        """Return what to raise for DALI's error, a record's if a strict decoder refuses it, too."""
         if OUT_OF_MEMORY.search(str(error).partition("Stacktrace")[0]):
-            place = "GPU" if self.device.type == "cuda" else "host"
+            memory = "GPU" if self.device.type == "cuda" else "host"
             return UserError(
-                f"DALI has too little memory on the {place} to decode a batch of {self.batch} "
-                "images: lower "
-                "MICRO_BATCH_SIZE, or raise gradient_accumulation"
+                f"DALI has too little memory on the {memory} to decode a batch of {self.batch} "
+                "images: lower MICRO_BATCH_SIZE, or raise gradient_accumulation"
             )
         for raw in self._in_flight:
             for index, data in zip(raw.indices, raw.jpegs, strict=True):
@@ -321,9 +303,7 @@ class DaliReader:
 
 
 def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
-    """Move images, which are mirrored already, as ``crops.shift`` says; DALI has no padding by
-    reflection.
-    """
+    """Move mirrored images as ``crops.shift`` says, since DALI cannot pad by reflection."""
     if not crops.shift.any():
         return images_BCYX
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
@@ -336,6 +316,7 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
 
 
 def _jpeg(record: Record) -> np.ndarray:
+    """Return the bytes of a record as DALI takes them; raise its error if it is bad."""
     if isinstance(record, UserError):
         raise record
     return np.frombuffer(record[0], np.uint8)

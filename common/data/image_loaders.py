@@ -111,7 +111,7 @@ class ImageReader:
                 continue
             for draw, records in self._records.read(chain([first], draws)):
                 # bytes, since a memoryview cannot be sent to another process
-                copies = [
+                copies: list[Record] = [
                     record if isinstance(record, UserError) else (bytes(record[0]), record[1])
                     for record in records
                 ]

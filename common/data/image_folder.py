@@ -1,6 +1,4 @@
-"""Labelled images in folders: list them, split them, read and decode one, report those that are
-damaged.
-"""
+"""Labelled images in folders: list and split them, read and decode one, report bad ones."""
 
 import hashlib
 import io
@@ -30,18 +28,16 @@ IMAGE_SUFFIX = re.compile(
 )
 # Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = (
-    100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
-)
+# 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+MAX_PIXELS = 100_000_000
 Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
 # Of one text or profile Pillow takes 1 MB; editors write more. The sum of texts stays limited.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 MAX_BAD_SHARE = 0.01
 UNREADABLE = "not a readable image: "  # and then the decoder's message
 NAMED = 20  # of a list that may have a million
-MAX_BYTES = 4 * MAX_PIXELS + (
-    1 << 20
-)  # of an image: four channels without compression, and metadata
+# of an image: four channels without compression, and metadata
+MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)
 # What libjpeg-turbo says of files that lack no pixels. Bytes before a restart marker (d0 to d7) are
 # what is left of a block that was cut. Of unusual subsampling only Pillow can decode the pixels.
 HARMLESS = re.compile("bytes before marker 0x(?!d[0-7])|subsampling level|Invalid SOS parameters")
@@ -115,7 +111,8 @@ def find_splits(root: Path) -> dict[str, Path]:
     {} means class folders. Raises `UserError` for a split beside other folders, and for a second
     folder of a split.
     """
-    found, others = {}, []
+    found = {}
+    others = []
     for name in list_folders(root):
         split = SPLIT_NAME.fullmatch(name)
         if not split:
@@ -123,7 +120,8 @@ def find_splits(root: Path) -> dict[str, Path]:
         elif list_folders(root / name) or _has_images(root / name):  # else tars, or nothing
             found.setdefault(SPLITS[split[1].lower()], []).append(root / name)
     for split, folders in found.items():
-        if beside := [*folders[1:], *others]:
+        beside = [*folders[1:], *others]
+        if beside:
             raise UserError(
                 f"{folders[0]}: named as a split, {split}, beside "
                 f"{list_some([*map(str, beside)])}; sort classes into train/<class>/*, "
@@ -148,21 +146,21 @@ def _check_levels(folder: Path, classes: Sequence[str]) -> None:
 
 
 def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
-    """Return every file below ``path`` that is not hidden and has an image's name or no suffix,
-    sorted.
+    """Return every file below ``path`` that may be an image, by its suffix or for lack of one.
 
-    The other files are added to ``ignored``. A folder that cannot be read raises OSError.
+    They are sorted, without hidden ones. The other files are added to ``ignored``. A folder that
+    cannot be read raises OSError.
     """
-    found, visited = [], set()
+    found = []
+    visited = set()
     others = [] if ignored is None else ignored
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
-        if (
-            place := os.path.realpath(folder)
-        ) in visited:  # a link to a folder above would be followed without end
+        target = os.path.realpath(folder)
+        if target in visited:  # a link to a folder above would be followed without end
             subfolders.clear()
             continue
-        visited.add(place)
+        visited.add(target)
         for name in names:
             if not _is_hidden(name):
                 (found if _is_image(name) else others).append(Path(folder, name))
@@ -175,22 +173,17 @@ def _raise_if_there(error: OSError) -> None:
 
 
 def check_class_names(names: Iterable[str], place: Path) -> None:
-    """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it
-    is.
-    """
+    """Raise `UserError` for a name that a line of text, JSON or a terminal cannot hold."""
     for name in names:
         if UNPRINTABLE.search(name):
             raise UserError(
                 f"{place}: class {printable(name)[:200]} has a control character, a line separator "
-                "or bytes that are "
-                "not UTF-8 in its name: rename it"
+                "or bytes that are not UTF-8 in its name: rename it"
             )
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, and (-1, 0) for a link to nothing or a file that is not
-    accessible.
-    """
+    """Return size and time of a file; (-1, 0) for a link to nothing or where access is denied."""
     try:
         state = path.stat()
     except OSError:
@@ -201,8 +194,7 @@ def file_state(path: Path) -> tuple[int, int]:
 def list_classes(
     root: Path, folder: Path, classes: Sequence[str], ignored: list[Path] | None = None
 ) -> Files:
-    """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the
-    class's number.
+    """Return the files of each ``folder/<class>/``, as paths from ``root``, with their labels.
 
     Other folders do not count. Names that differ in their Unicode form alone are one.
     """
@@ -233,8 +225,7 @@ def list_splits(
     *,
     is_training: bool = True,
 ) -> tuple[list[str], dict[str, Files]]:
-    """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in
-    each of ``folders``.
+    """Return the class folders of ``folders["train"]``, and the files of each of ``folders``.
 
     Raises `UserError` for fewer than two classes, for a class or a split without images, for one
     that has no training images, and for class folders within class folders. Without
@@ -254,7 +245,8 @@ def list_splits(
     for split, folder in folders.items():
         names = list_folders(folder) if folder.is_dir() else []
         _check_levels(folder, names)
-        if unknown := [name for name in names if canonical_name(name) not in known]:
+        unknown = [name for name in names if canonical_name(name) not in known]
+        if unknown:
             raise UserError(
                 f"{folder / unknown[0]}: this class has no training images; remove it or add them"
             )
@@ -279,16 +271,17 @@ def split_by_class(
     by_class = defaultdict(list)
     for file in files:
         by_class[file[1]].append(file)
-    kept, held_out = [], []
+    kept = []
+    held_out = []
     for label, members in by_class.items():
         if class_names is None:
             random.Random(f"0/{label}").shuffle(members)
             number = round(share * len(members))
         else:
             name = str(class_names[label])
-            places = sorted((_hash_name(name, file[0]), file) for file in members)
-            members = [file for _, file in places]
-            number = max(share > 0, bisect_left(places, (share,)))
+            hashed = sorted((_hash_name(name, file[0]), file) for file in members)
+            members = [file for _, file in hashed]
+            number = max(share > 0, bisect_left(hashed, (share,)))
         number = min(number, len(members) - 1)
         held_out += sorted(members[:number])
         kept += sorted(members[number:])
@@ -308,9 +301,8 @@ class FolderSplit:
     from, and ``held_out`` which share of train they are and how it was drawn, if they are.
     """
 
-    is_prepared = (
-        False  # an image may be of any kind, and say in its EXIF block how it is to be turned
-    )
+    # an image may be of any kind, and say in its EXIF block how it is to be turned
+    is_prepared = False
 
     def __init__(
         self,
@@ -320,8 +312,10 @@ class FolderSplit:
         place: str = "",
         held_out: str = "",
     ) -> None:
-        self.root, self.class_names = root, class_names
-        self.place, self.held_out = place, held_out
+        self.root = root
+        self.class_names = class_names
+        self.place = place
+        self.held_out = held_out
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
         self.labels = np.array([label for _, label in files], np.int64)
@@ -381,8 +375,7 @@ def decode_image(data: bytes | memoryview) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes, mode: str) -> np.ndarray | None:
-    """Return the pixels of a JPEG, or None if they are left to Pillow, since libjpeg-turbo warns or
-    for CMYK.
+    """Return the pixels of a JPEG; None where Pillow decodes better: CMYK, or after a warning.
 
     libjpeg repairs a file that lacks data with a warning; here `ValueError` is raised.
     """
@@ -400,12 +393,12 @@ def _decode_jpeg(data: bytes, mode: str) -> np.ndarray | None:
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """Return a JPEG without application segments, comments and bytes between the segments before
-    its first scan.
+    """Return a JPEG without metadata and bytes between the segments before its first scan.
 
     libjpeg-turbo tells its first warning only. If that is of one of these, there may be more.
     """
-    kept, end = data[:2], 2
+    kept = data[:2]
+    end = 2
     while segment := SEGMENT.search(data, end):
         end = segment.end(1) + int.from_bytes(segment[2])
         if segment[1] == b"\xda":  # the first scan
@@ -445,7 +438,8 @@ class BadImages:
     """
 
     def __init__(self, samples: float) -> None:
-        self.samples, self.count = samples, 0  # the count is of a pass
+        self.samples = samples
+        self.count = 0  # of this pass
         self._named = set()
 
     def add(self, messages: Iterable[str]) -> None:

@@ -65,10 +65,10 @@ class Source:
         names = ", ".join(self.class_names[:3])
         if len(per_class) > 3:
             names += ", ..."
-        text = (
-            f"{self.root}: {len(per_class)} classes ({names}), "
-            f"{min(per_class)} to {max(per_class)} {split} images each"
-        )
+        count = f"{min(per_class)}"
+        if max(per_class) > min(per_class):
+            count += f" to {max(per_class)}"
+        text = f"{self.root}: {len(per_class)} classes ({names}), {count} {split} images each"
         if self.ignored:
             text += f"; {counted(len(self.ignored), 'file')} ignored, such as {self.ignored[0]}"
         return text

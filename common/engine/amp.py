@@ -88,7 +88,8 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     if mode is None:
         return MixedPrecision()
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
-    dtype, cast = _parse_dtype(options.pop("dtype", None), device_type), CASTS[opt_level or mode]
+    dtype = _parse_dtype(options.pop("dtype", None), device_type)
+    cast = CASTS[opt_level or mode]
     name = f"fp16: {mode}" + (f" {opt_level}, by PyTorch instead of apex.amp," if opt_level else "")
     if cast is None or dtype == torch.float32:
         why = f": this CPU ({instruction_set()}) has no bfloat16 instructions" if cast else ""

@@ -32,10 +32,8 @@ def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
 
 def repair_hooks() -> None:
     """Let upstream's hooks call the functions above."""
-    _log_hook.report_memory_usage, _checkpoint_hook.save_checkpoint = (
-        report_memory_usage,
-        save_checkpoint,
-    )
+    _log_hook.report_memory_usage = report_memory_usage
+    _checkpoint_hook.save_checkpoint = save_checkpoint
     LossHook.needs_test_loss = True  # noqa: F405
     for metric in (
         _metric_hook.LossMetric,

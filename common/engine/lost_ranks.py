@@ -31,7 +31,8 @@ _changes = 0
 def doing(what: str) -> None:
     """Record what this process is doing, for its own report; this counts as progress."""
     global _doing, _changes
-    _doing, _changes = what, _changes + 1
+    _doing = what
+    _changes += 1
 
 
 def progress() -> int:
@@ -50,7 +51,9 @@ class Watcher:
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
         self.state = "running"  # then "failed", by a collective, or "closed"
         self.verdict = ""
         self.woken = threading.Event()

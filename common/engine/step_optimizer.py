@@ -62,7 +62,8 @@ class OncePerStep:
     """
 
     def __init__(self, schedule: LRScheduler, optimizer: "StepOptimizer"):
-        self.schedule, self.optimizer = schedule, optimizer
+        self.schedule = schedule
+        self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.schedule, name)

@@ -77,8 +77,10 @@ class Trainer(UpstreamTrainer):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the position and the schedules; the caller restores the loader."""
-        self.step, self._cur_epoch = state["step"], state["epoch"]
-        self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
+        self.step = state["step"]
+        self._cur_epoch = state["epoch"]
+        self.epoch_step = state["epoch_step"]
+        self.evaluated_step = state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
         # if the data set has grown, its epochs have more steps than those that the state has
         # counted
@@ -114,20 +116,23 @@ class Trainer(UpstreamTrainer):
         `UserError` with the lost ranks when a collective fails, and `AgreedError` with
         ``states["checkpoint"]`` when too many updates were skipped.
         """
-        self._max_epochs, self._max_steps = epochs, max_steps
+        self._max_epochs = epochs
+        self._max_steps = max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         if not self._steps_per_epoch:
             raise UserError(
                 "the training loader has fewer batches than gradient_accumulation: lower it, or "
                 "the batch"
             )
-        self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
+        self.train_dataloader = train_dataloader
+        self.test_dataloader = test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
         own = getattr(self.engine.lr_scheduler, "schedule", None)
-        self._schedules, self._stepped_by_hook = {own: False} if own else {}, False
+        self._schedules = {own: False} if own else {}
+        self._stepped_by_hook = False
         for hook in hooks:
             if isinstance(hook, LRSchedulerHook):
                 schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
@@ -147,10 +152,10 @@ class Trainer(UpstreamTrainer):
                     loader.close()
 
     def _run(self, test_interval: int) -> None:
-        if (
-            self.epoch_step >= self._steps_per_epoch
-        ):  # the data set has shrunk: the loader starts the next epoch
-            self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
+        if self.epoch_step >= self._steps_per_epoch:
+            # the data set has shrunk: the loader starts the next epoch
+            self._cur_epoch += 1
+            self.epoch_step = 0
         try:
             while not self.stopping:
                 if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
@@ -161,11 +166,9 @@ class Trainer(UpstreamTrainer):
                     self._train_epoch(self.train_dataloader)
         except AgreedError as error:
             checkpoint = self.states.get("checkpoint")
-            saved = (
-                f"the last checkpoint is {checkpoint}"
-                if checkpoint
-                else "no checkpoint was saved yet"
-            )
+            saved = "no checkpoint was saved yet"
+            if checkpoint:
+                saved = f"the last checkpoint is {checkpoint}"
             raise AgreedError(f"{error}; {saved}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
@@ -211,13 +214,15 @@ class Trainer(UpstreamTrainer):
         self.step += 1
         self.epoch_step += 1
         if self.epoch_step == self._steps_per_epoch:
-            self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
+            self._cur_epoch += 1
+            self.epoch_step = 0
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None and not self._stepped_by_hook:
             self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
-        batches, end = iter(dataloader), object()
+        batches = iter(dataloader)
+        end = object()
         while True:
             started = time.perf_counter()
             batch = next(batches, end)

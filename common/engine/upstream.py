@@ -190,7 +190,8 @@ def repair_warmup() -> None:
     def begin_at_full_rate(schedule: Any) -> Any:
         if schedule.last_epoch < schedule.warmup_epochs or schedule.finished:
             return get_lr(schedule)
-        schedule.after_scheduler.base_lrs, schedule.finished = schedule.base_lrs, True
+        schedule.after_scheduler.base_lrs = schedule.base_lrs
+        schedule.finished = True
         return list(schedule.base_lrs)
 
     WarmupScheduler.get_lr = begin_at_full_rate

@@ -64,7 +64,9 @@ class StopSignals:
         """
         if self._previous:
             return
-        self.received, self.agreed, self.deferring = 0, 0, False
+        self.received = 0
+        self.agreed = 0
+        self.deferring = False
         self._progress = progress
         is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = min(patience, TORCHRUN_PATIENCE) if is_torchrun else patience
@@ -104,7 +106,8 @@ class StopSignals:
         self._watcher.join()
         for end in self._pipe:
             os.close(end)
-        self._previous, self.deferring = {}, False
+        self._previous = {}
+        self.deferring = False
 
     def _watch(self, reader: int) -> None:
         while True:
@@ -117,9 +120,11 @@ class StopSignals:
                 self._receive(number)
 
     def _check_progress(self) -> None:
-        now, progress = time.monotonic(), self._progress()
+        now = time.monotonic()
+        progress = self._progress()
         if progress != self._seen:
-            self._seen, self._seen_at = progress, now
+            self._seen = progress
+            self._seen_at = now
         elif now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
             os._exit(exit_code(self.received))
@@ -128,7 +133,9 @@ class StopSignals:
         if not self.deferring:
             _leave(number)
         if not self.received:
-            self.received, self._received_at = number, time.monotonic()
+            # the time first: another thread reads it once a signal is set
+            self._received_at = time.monotonic()
+            self.received = number
             if is_first_process():
                 _say(f"{signal_name(number)}: stopping after this step")
         elif (

@@ -181,7 +181,8 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
                 "is there"
             )
     choose_split(args, config, task)
-    data, root = None, named_root(config)
+    data = None
+    root = named_root(config)
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])

@@ -62,7 +62,8 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         for variables in LAUNCHERS.values():
             os.environ.pop(variables.rank, None)
     prepared = prepare_run(args, launch, task)
-    is_main, config = launch.rank == 0, prepared.config
+    is_main = launch.rank == 0
+    config = prepared.config
     if args.dry_run:
         if is_main:
             _print_plan(args, prepared, task)
@@ -235,7 +236,8 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> Reading:
     if order := options["order"]:
         why = "set by DATA.order"
     elif saved := start_from and read_about(start_from)["plan"]["order"]:
-        order, why = saved, "as before"
+        order = saved
+        why = "as before"
     else:
         order = "blocks" if is_large and data.is_shuffled else "random"
         does = "exceed" if is_large else "fit into"
@@ -290,7 +292,8 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: st
     ):
         if warning:
             print_wrapped(warning, is_warning=True)
-    root, ignored = config["DATA"]["root"], os.environ.get("DATA")
+    root = config["DATA"]["root"]
+    ignored = os.environ.get("DATA")
     is_ignored = ignored and Path(ignored).expanduser().resolve() != Path(root)
     lines = [
         doing,
@@ -320,7 +323,8 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
-    samples, smaller = plan.micro_batch * plan.accumulation, range(plan.micro_batch - 1, 0, -1)
+    samples = plan.micro_batch * plan.accumulation
+    smaller = range(plan.micro_batch - 1, 0, -1)
     fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     if fitting and fitting.fits:
@@ -341,7 +345,8 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     """
     if torch.cuda.is_available():
         return ""
-    model, why = config["MODEL"], ""
+    model = config["MODEL"]
+    why = ""
     if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         why = (
             f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements "

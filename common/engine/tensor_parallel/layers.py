@@ -63,7 +63,8 @@ class Linear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
@@ -95,7 +96,10 @@ class RowLinear(Linear):
 class Linear2D(Linear):
     """2d: SUMMA."""
 
-    product, row, col, places = Matmul_AB_2D, ROW_2D, COL_2D, (COL_2D, ROW_2D)
+    product = Matmul_AB_2D
+    row = ROW_2D
+    col = COL_2D
+    places = (COL_2D, ROW_2D)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         place = *map(gpc.get_local_rank, self.places), self.row, self.col
@@ -111,7 +115,10 @@ class Linear2D(Linear):
 class Linear2p5D(Linear2D):
     """2.5d: SUMMA within each of the squares."""
 
-    product, row, col, places = Matmul_AB_2p5D, ROW_2P5D, COL_2P5D, (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
+    product = Matmul_AB_2p5D
+    row = ROW_2P5D
+    col = COL_2P5D
+    places = (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
 
 
 class Linear3D(Linear):
@@ -138,7 +145,10 @@ class LayerNorm(nn.Module):
         self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps, self.group = weight, bias, eps, group
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+        self.group = group
 
     def forward(self, x_BND: Tensor) -> Tensor:
         return _LayerNorm.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
@@ -192,7 +202,8 @@ class OwnRandom(nn.Module):
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer, self.number = layer, number
+        self.layer = layer
+        self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

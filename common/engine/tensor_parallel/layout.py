@@ -28,10 +28,14 @@ from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError, nearest_multiples
 
 TENSOR = ParallelMode.TENSOR
-ROW_2D, COL_2D = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
-ROW_2P5D, COL_2P5D = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
-DEPTH_2P5D, XZ_2P5D = ParallelMode.PARALLEL_2P5D_DEP, ParallelMode.PARALLEL_2P5D_XZ
-INPUT_3D, WEIGHT_3D = ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT
+ROW_2D = ParallelMode.PARALLEL_2D_ROW
+COL_2D = ParallelMode.PARALLEL_2D_COL
+ROW_2P5D = ParallelMode.PARALLEL_2P5D_ROW
+COL_2P5D = ParallelMode.PARALLEL_2P5D_COL
+DEPTH_2P5D = ParallelMode.PARALLEL_2P5D_DEP
+XZ_2P5D = ParallelMode.PARALLEL_2P5D_XZ
+INPUT_3D = ParallelMode.PARALLEL_3D_INPUT
+WEIGHT_3D = ParallelMode.PARALLEL_3D_WEIGHT
 OUTPUT_3D = ParallelMode.PARALLEL_3D_OUTPUT
 INPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT
 OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
@@ -145,7 +149,8 @@ LAYOUTS = {
 
 def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | None, int]:
     """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks; 1 for None."""
-    q, side = math.isqrt(size // depth), round(size ** (1 / 3))
+    q = math.isqrt(size // depth)
+    side = round(size ** (1 / 3))
     by_mode: dict[str, Any] = {
         "1d": {},
         "2d": {ROW_2D: q, COL_2D: q},
@@ -192,7 +197,9 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
             f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1"
         )
     tensor = parallel.get("tensor") or {}
-    size, mode, depth = tensor.get("size", 1), tensor.get("mode"), tensor.get("depth")
+    size = tensor.get("size", 1)
+    mode = tensor.get("mode")
+    depth = tensor.get("depth")
     if size == 1:
         return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
     _check_size(mode, size, depth)
@@ -238,7 +245,9 @@ def check_tensor_parallel(
     ``parallel`` is resolved.
     """
     tensor = parallel["tensor"]
-    mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
+    mode = tensor["mode"]
+    size = tensor["size"]
+    depth = tensor.get("depth", 1)
     if mode is None:
         return
     if model.get("timm"):
@@ -252,8 +261,11 @@ def check_tensor_parallel(
             f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: "
             "set it to None"
         )
-    heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
-    sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
+    heads = model["heads"]
+    width = model["width"]
+    mlp_ratio = model["mlp_ratio"]
+    sizes = group_sizes(mode, size, depth)
+    layout = LAYOUTS[mode]
     side = size if mode == "1d" else sizes[layout.channels]
     unit = side**2 if mode == "3d" else side  # a 3d weight is split along its input channels twice
     rules = (
@@ -280,13 +292,13 @@ def describe_tensor_parallel(
     device.
     """
     tensor = parallel["tensor"]
-    mode, size = tensor["mode"], tensor["size"]
-    layout, sizes = LAYOUTS[mode], group_sizes(mode, size, tensor.get("depth", 1))
+    mode = tensor["mode"]
+    size = tensor["size"]
+    layout = LAYOUTS[mode]
+    sizes = group_sizes(mode, size, tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
-    held, whole = (
-        sum(shard.numel(sizes) for shard in shards),
-        sum(math.prod(shard.shape) for shard in shards),
-    )
+    held = sum(shard.numel(sizes) for shard in shards)
+    whole = sum(math.prod(shard.shape) for shard in shards)
     width: Any = model.head.in_features
     heads: Any = model.heads
     side = size if mode == "1d" else sizes[layout.channels]

@@ -18,6 +18,10 @@ from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
 from imagenet_dali.tfrecord_format import BadSampleError, unframe
 
+# for scripts that write shards and import these from here, as in earlier versions
+from imagenet_dali.tfrecord_format import Example as Example
+from imagenet_dali.tfrecord_format import frame as frame
+
 FORMAT = 1
 MANIFEST, LABELS = "manifest.json", "labels.txt"
 PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs

@@ -18,6 +18,8 @@ from io import StringIO
 from unittest import mock
 
 import pytest
+from safetensors.torch import save_file
+from timm import create_model
 
 from common.config.load import find_config
 from common.config.schema import find_key
@@ -41,7 +43,8 @@ SUBSTITUTIONS = {
     r"\bphotographs/": "data/images/g",
     r"torchrun --nproc_per_node \d+": "torchrun --standalone --nproc_per_node 2",
     r"quickstart.sh": "quickstart.sh --set NUM_EPOCHS=1 --set WARMUP_EPOCHS=0",
-    r"MODEL.pretrained=True": "MODEL.image_size=28",  # its weights are on the Hub
+    # its weights are on the Hub; here those of a new model
+    r"MODEL.pretrained=True": "MODEL.image_size=28 --init data/dinov2.safetensors",
 }
 # Added to every training: a smaller recipe, two steps.
 TINY = {
@@ -153,6 +156,8 @@ def test_the_commands_of_the_readme_run(tmp_path):
     prepare_data(folder / "data")
     for split in ("train", "test"):
         write_photographs(folder / "data" / "cifar10" / split, "abcdefghij", 40, 32, 32)
+    dinov2 = create_model("vit_small_patch14_dinov2", img_size=28)
+    save_file(dinov2.state_dict(), folder / "data" / "dinov2.safetensors")
     environ = dict(PATH=f"{sys.prefix}/bin:{os.environ['PATH']}", PYTHONPATH=str(folder))
     for command in commands("README.md"):
         if re.match(ELSEWHERE, command):

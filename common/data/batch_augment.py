@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.data.colors import COLOR_UNIFORMS, augment_colors
 from common.data.erasing import ERASING_UNIFORMS, erase
-from common.data.loader import Loader
+from common.data.loader import Loader, TrainLoader
 from common.data.mixup import Blend, Blended
 from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 
@@ -42,7 +42,7 @@ def build_changes(config: Mapping[str, Any]) -> list[Change]:
     return changes
 
 
-class BatchAugment:
+class BatchAugment(TrainLoader):
     """Change a training loader's images, then blend them, in place, as the config's keys say.
 
     The labels of blended images become the arguments of `MixupLoss` beside the logits. The last

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from common import errors
+from common import text
 from common.errors import AgreedError, RankError, UserError, command_parser, run_command
 
 
@@ -73,13 +73,13 @@ def test_semaphores_that_cannot_be_written_are_explained(monkeypatch, capsys):
 
 
 def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
-    errors.print_wrapped("one " + "long-" * 16)
+    text.print_wrapped("one " + "long-" * 16)
     assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
     assert (
-        errors.format_table([{"a": 1, "class": "x\n"}])
+        text.format_table([{"a": 1, "class": "x\n"}])
         == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
     )
-    assert [errors.first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
+    assert [text.first_line(ValueError(line)) for line in ("\n a \nb", "")] == ["a", "ValueError"]
     assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 

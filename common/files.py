@@ -19,7 +19,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import UserError, print_wrapped, printable
+from common.errors import UserError
+from common.text import print_wrapped, printable
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 HOLDER = ".lock-holder"

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from common.data.image_folder import SPLIT_NAME, SPLITS
-from common.errors import UserError, first_line, printable
+from common.errors import UserError
 from common.files import canonical_name
+from common.text import first_line, printable
 from imagenet_dali.dataset import LABELS, read_labels
 from imagenet_dali.source import LabelledImage, RowPosition, Source, TarPosition
 

@@ -28,7 +28,8 @@ from common.data.crops import Crop, Crops, Normalizer, reflected, resample
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
-from common.errors import UserError, is_first_process
+from common.errors import UserError
+from common.launchers import is_first_process
 from imagenet_dali.dataset import Split
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.data.image_folder import Files
-from common.errors import UserError, first_line
+from common.errors import UserError
+from common.text import first_line
 from imagenet_dali.containers import tar_members
 from imagenet_dali.source import Source, TarPosition
 

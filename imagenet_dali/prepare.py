@@ -22,9 +22,10 @@ import numpy as np
 from tqdm import tqdm
 
 from common.data.image_folder import MAX_BAD_SHARE, SPLITS, Files
-from common.errors import UserError, command_parser, counted, print_wrapped, printable, run_command
+from common.errors import UserError, command_parser, run_command
 from common.files import folder_lock
 from common.hardware import cores
+from common.text import counted, print_wrapped, printable
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, list_source
 from imagenet_dali.source import Position, RowPosition, Source

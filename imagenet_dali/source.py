@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.data.image_folder import Files, file_state
-from common.errors import counted
 from common.files import fingerprint_of
+from common.text import counted
 
 
 class TarPosition(NamedTuple):

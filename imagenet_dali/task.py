@@ -13,9 +13,11 @@ from common.data import image_loaders
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit, note_missing
 from common.data.loader import BatchReader, Loader
-from common.errors import UserError, is_first_process, print_wrapped
+from common.errors import UserError
 from common.files import fingerprint_of
+from common.launchers import is_first_process
 from common.task import Task, refuse_unused
+from common.text import print_wrapped
 from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
 from imagenet_dali.find_images import list_source
 

@@ -11,8 +11,9 @@ from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
 from common.data.image_folder import NAMED, SPLITS
-from common.errors import UserError, counted, printable
+from common.errors import UserError
 from common.files import sha256_of
+from common.text import counted, printable
 from imagenet_dali.dataset import (
     LABELS,
     MANIFEST,

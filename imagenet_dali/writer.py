@@ -30,8 +30,9 @@ from common.data.image_folder import (
     is_turned,
 )
 from common.data.workers import follow_parent
-from common.errors import UserError, first_line, printable
+from common.errors import UserError
 from common.files import read_bytes
+from common.text import first_line, printable
 from imagenet_dali.containers import read_rows
 from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL
 from imagenet_dali.source import Position, RowPosition

@@ -40,13 +40,15 @@ from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.engine.compiler import compile_model
 from common.engine.trainer import Trainer
-from common.errors import command_parser, format_table, run_command
+from common.errors import command_parser, run_command
 from common.hardware import cores, describe_run, is_fast
-from common.model.build import build_model, build_training, timm_arguments
+from common.model.build import build_model, timm_arguments
 from common.optim.build import build_optimizer
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
+from common.text import format_table
 from common.tools.report import result_columns
+from common.training import build_training
 from imagenet_dali.prepare import main as prepare
 from imagenet_dali.task import build_train_loader
 

@@ -28,13 +28,14 @@ from common.engine.upstream import AMP_TYPE, BaseHook, gpc
 from common.files import ROOT
 from common.hardware import cores
 from common.metrics.metrics_file import read_metrics
-from common.model.build import build_model, build_training
+from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run
 from common.testing.commands import in_words, wait_until
 from common.testing.photographs import write_photographs
 from common.testing.ranks import launched
+from common.training import build_training
 from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, has_dali
 

@@ -6,8 +6,9 @@ docs/own-images.md has the rules, and what happens where a side has no names.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from common.errors import UserError, list_some
+from common.errors import UserError
 from common.files import canonical_name
+from common.text import list_some
 
 ORDERS = ("text", "timm")
 ORDER_HELP = "order in which a model that names no classes has the data set's (default: text)"

@@ -30,10 +30,11 @@ from safetensors import SafetensorError, safe_open
 
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.files import Count, read_json, read_text, regular_size, sha256_of
 from common.metrics.metrics_file import MAX_METRICS, read_metrics
 from common.model.build import build_on_meta, state_shapes
+from common.text import first_line
 
 MODEL = "model.safetensors"
 EMA = "ema.safetensors"

@@ -36,10 +36,11 @@ from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.load import parse_settings, restore_config
 from common.config.model_keys import TIMM_DATA, pretrained_config
 from common.engine.tensor_parallel.sharding import kept_buffers
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.files import read_bytes, read_names
 from common.model.build import DEIT3_INIT_VALUES, build_model, timm_arguments
 from common.model.vit import PatchEmbed, VisionTransformer
+from common.text import first_line
 
 HUB = "hf-hub:"
 OTHERS = (

@@ -14,8 +14,9 @@ import configs
 from common.config.fields import check_given
 from common.config.schema import Config
 from common.engine.upstream import AMP_TYPE
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 from common.files import read_bytes
+from common.text import did_you_mean
 
 CONFIGS = Path(configs.__path__[0])
 RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}

@@ -18,8 +18,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 from common.files import Schema
+from common.text import did_you_mean
 
 # What others call a key.
 ALIASES = {

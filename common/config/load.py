@@ -25,8 +25,10 @@ from common.config.schema import Config, find_key
 from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.zero import check_zero
-from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
+from common.errors import UserError
 from common.files import short_path
+from common.launchers import is_first_process
+from common.text import did_you_mean, print_wrapped
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:

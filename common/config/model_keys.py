@@ -8,7 +8,8 @@ from annotated_types import Ge, Le
 from pydantic import ConfigDict, model_validator
 
 from common.config.fields import Fraction, Natural, Number, Section, Share, key, parse
-from common.errors import UserError, did_you_mean, nearest_multiples
+from common.errors import UserError
+from common.text import did_you_mean, nearest_multiples
 
 # Keys of DATA, and what timm's configuration of weights calls them.
 TIMM_DATA = {

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError, counted, nearest_multiples
+from common.errors import UserError
 from common.files import Count
+from common.text import counted, nearest_multiples
 
 
 @dataclass(frozen=True)

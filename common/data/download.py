@@ -5,8 +5,9 @@ import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.files import folder_lock
+from common.text import first_line
 
 
 def fetch(

@@ -16,8 +16,9 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from simplejpeg import decode_jpeg
 
-from common.errors import UNPRINTABLE, UserError, list_some, printable
+from common.errors import UserError
 from common.files import canonical_name, fingerprint_of, read_bytes
+from common.text import UNPRINTABLE, list_some, printable
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
 # not ignored.

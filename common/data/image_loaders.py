@@ -27,8 +27,9 @@ from common.data.image_folder import BadImages, decode_image
 from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.workers import Record, RecordReader, WorkerPool
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.hardware import rank_cores
+from common.text import first_line
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")

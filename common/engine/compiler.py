@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from common.engine.upstream import ParallelMode, gpc
-from common.errors import UserError, first_line, is_first_process
+from common.errors import UserError
+from common.launchers import is_first_process
+from common.text import first_line
 
 GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 

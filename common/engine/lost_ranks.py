@@ -16,8 +16,10 @@ import psutil
 import torch.distributed as dist
 
 from common.engine.upstream import gpc
-from common.errors import LAUNCHERS, RankError, UserError, print_wrapped
+from common.errors import RankError, UserError
 from common.files import fingerprint_of
+from common.launchers import LAUNCHERS
+from common.text import print_wrapped
 
 POLL = 1.0  # seconds between two looks at the store
 ANSWER = 5.0  # seconds within which a rank that lives answers in the store

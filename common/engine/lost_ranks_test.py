@@ -116,7 +116,7 @@ groups.join_groups({}, 0, 1, "", 0, "gloo", verbose=False, timeout=60)
 atexit.register(print, "cleaned up")
 groups.gpc.watcher = groups.Watcher(0, 1, 60)
 groups.dist.get_backend = lambda: "nccl"
-errors.EXPLAIN.append(str)
+errors.explain_errors(str)
 errors.run_command(train)
 """
 

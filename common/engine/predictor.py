@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from common.engine.amp import build_mixed_precision
 from common.engine.engine import set_backends
 from common.engine.upstream import get_accelerator
-from common.errors import is_first_process
 from common.hardware import limit_threads
+from common.launchers import is_first_process
 
 
 class Predictor:

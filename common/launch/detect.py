@@ -11,8 +11,9 @@ import torch
 
 from common.engine.collectives import gather
 from common.engine.groups import join_groups
-from common.errors import LAUNCHERS, RankError, UserError
+from common.errors import RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
+from common.launchers import LAUNCHERS
 
 LOOPBACK = "127.0.0.1"
 MPI = ("openmpi", "mpich", "pals")  # whose mpirun, or its daemon, is a rank's parent process

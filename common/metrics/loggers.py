@@ -14,10 +14,11 @@ from typing import Any
 from tqdm import tqdm
 
 from common.config.fields import flatten
-from common.errors import UserError, did_you_mean, printable
+from common.errors import UserError
 from common.files import own_file, read_text
 from common.metrics.curves import Curves
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
+from common.text import did_you_mean, printable
 
 PROGRESS_BAR = "progress bar"  # its key in what `open_loggers` returns
 

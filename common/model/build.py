@@ -1,20 +1,14 @@
-"""The model of a config, what timm calls it, and all that a train.py builds around it."""
+"""The model of a config, and what timm calls it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from common.config.fields import parse
 from common.config.model_keys import Model, TimmModel, pretrained_config
-from common.engine.engine import Engine, initialize
-from common.engine.zero import shard_model
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
-from common.optim.build import build_optimizer
-from common.optim.schedules import build_lr_scheduler
 
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 DEIT3_INIT_VALUES = 1e-6
@@ -138,42 +132,3 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
         del own[rate]
     return name if is_model(name) else ANY_PLAIN_VIT, own
-
-
-class Training(NamedTuple):
-    """What a train.py has before it calls `Trainer.fit`; the loaders and the schedule are None
-    where not given.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    engine: Engine
-    train_loader: Any
-    eval_loader: Any
-    lr_scheduler: Any
-
-
-def build_training(
-    config: Mapping[str, Any],
-    criterion: Callable[..., Tensor] | None = None,
-    *,
-    model: nn.Module | None = None,
-    loaders: tuple[Any, Any] = (None, None),
-    steps: tuple[int, ...] | None = None,
-) -> Training:
-    """Build what a train.py builds, for planner, tests and benchmark, in its order and in the mode
-    of the launch.
-
-    ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and
-    evaluation, ``steps`` the total, warm-up and cool-down steps of the schedule.
-    """
-    model = build_model(**config["MODEL"]) if model is None else model
-    freeze(model, config.get("FREEZE"))
-    model = shard_model(model)
-    rates = dict(learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
-    optimizer = build_optimizer(model, **rates, **config["OPTIMIZER"])
-    ends = dict(min_lr=config.get("MIN_LR", 0.0), warmup_lr=config.get("WARMUP_LR"))
-    schedule = (
-        build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps, **ends) if steps else None
-    )
-    return Training(model, optimizer, *initialize(model, optimizer, criterion, *loaders, schedule))

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from common.engine.amp import compute_dtype, name_dtype
-from common.errors import UserError, first_line
+from common.errors import UserError
 from common.hardware import is_fast
 from common.model.build import build_on_meta
+from common.text import first_line
 
 # Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets,
 # SXM by default.

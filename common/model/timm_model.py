@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from common.config.model_keys import pretrained_config
-from common.errors import UserError, did_you_mean, first_line
+from common.errors import UserError
+from common.text import did_you_mean, first_line
 
 # What would load files, what MODEL's own keys set, and what changes the inputs or the outputs.
 NOT_TAKEN = {

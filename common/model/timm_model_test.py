@@ -19,12 +19,13 @@ from common.engine.amp import Cast, MixedPrecision
 from common.engine.amp_test import MODES
 from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
-from common.model.build import build_model, build_on_meta, build_training
+from common.model.build import build_model, build_on_meta
 from common.model.flops import flops_per_image
 from common.optim.build import layers_above
 from common.testing.ranks import launched, run_ranks, slow
 from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict
+from common.training import build_training
 
 VIT = dict(image_size=32, depth=2, embed_dim=48, num_heads=2)
 MODELS = {

@@ -15,13 +15,13 @@ from common.config.plan import DataSummary, Plan
 from common.config.schema import all_keys
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.tensor_parallel.layout import describe_tensor_parallel, resolve_parallel
-from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_images_per_s
 from common.optim.build import layers_above
 from common.planner.cluster import DECODE, LATENCY, Cluster
 from common.planner.prediction import ASSUMED_MFU, USABLE, Planner, Prediction
+from common.text import counted, format_table, print_wrapped
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}

@@ -24,10 +24,11 @@ from common.engine.amp import compute_dtype, name_dtype
 from common.engine.engine import Engine
 from common.engine.tensor_parallel.sharding import named_shards
 from common.engine.upstream import ParallelMode, gpc
-from common.model.build import build_on_meta, build_training
+from common.model.build import build_on_meta
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.planner.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
+from common.training import build_training
 
 # PyTorch's operation: its usual name, and the index of the message argument
 COLLECTIVES = {

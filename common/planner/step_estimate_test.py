@@ -16,10 +16,10 @@ from torch.profiler import profile, record_function
 from common.config.load import load_config
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.upstream import AMP_TYPE
-from common.model.build import build_training
 from common.planner.step_estimate import Traffic, estimate_step
 from common.testing.parity_cases import CASES, MODEL
 from common.testing.ranks import launched, run_ranks, slow
+from common.training import build_training
 
 
 def count() -> dict[str, int]:

@@ -19,15 +19,10 @@ from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
 from common.engine.amp import MixedPrecision, build_mixed_precision, name_dtype
 from common.engine.tensor_parallel.layout import check_tensor_parallel
-from common.errors import (
-    UserError,
-    command_parser,
-    first_line,
-    is_first_process,
-    print_wrapped,
-)
+from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
+from common.launchers import is_first_process
 from common.metrics.loggers import check_trackers
 from common.metrics.lr_finder import STEPS
 from common.model.build import build_on_meta
@@ -35,6 +30,7 @@ from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
 from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root, refuse_unused
+from common.text import first_line, print_wrapped
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank
 from common.engine.groups import shutdown
 from common.engine.upstream import BaseHook, ParallelMode, get_accelerator, gpc
-from common.errors import UserError, print_wrapped
+from common.errors import UserError
 from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.signals import exit_stopped, signal_name, stop_signals
 from common.metrics.hook import MetricsHook
@@ -29,6 +29,7 @@ from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, read_metrics
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
+from common.text import print_wrapped
 
 
 @dataclass

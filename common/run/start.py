@@ -26,11 +26,12 @@ from common.engine.collectives import ask_first_rank
 from common.engine.compiler import explain_compiler
 from common.engine.groups import shutdown
 from common.engine.lost_ranks import progress
-from common.errors import AT_END, EXPLAIN, LAUNCHERS, UserError, first_line, print_wrapped
+from common.errors import UserError, at_end, explain_errors
 from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes, package_versions
 from common.launch.detect import MPI, detect_launch, init_distributed
 from common.launch.signals import stop_signals
+from common.launchers import LAUNCHERS
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.model.flops import peak_images_per_s
@@ -47,6 +48,7 @@ from common.run.prepare import (
 )
 from common.run.run import Run, read_evaluations
 from common.task import Task, named_root
+from common.text import first_line, print_wrapped
 
 RIGHT_CUDNN = 91_501  # 9.15.1
 
@@ -68,16 +70,15 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             _print_plan(args, prepared, task)
         return None
-    AT_END.callback(stop_signals.restore)
-    EXPLAIN[1:] = [
-        lambda error: explain_out_of_memory(error, config, prepared.plan),
-        explain_compiler,
-    ]
+    at_end(stop_signals.restore)
+    explain_errors(
+        lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler
+    )
     has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
     stop_signals.install(has_parent, progress, config["TIMEOUT"])
     init_distributed(launch, config, shared_by_ranks(args, prepared))
     output = output_folder(args, config)
-    AT_END.callback(remove_unused, output)
+    at_end(remove_unused, output)
     begin = ask_first_rank(lambda: find_start(output, args, prepared))
     if begin.finished:
         shutdown()

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from common.engine.engine import Engine
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
-from common.model.build import build_model, build_training
+from common.model.build import build_model
 from common.testing.ranks import launched
+from common.training import build_training
 
 
 def tensor_parallel(mode: str, size: int, **depth: int) -> dict[str, Any]:

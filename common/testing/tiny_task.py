@@ -19,10 +19,11 @@ from common.data.image_folder import FolderSplit, list_classes, list_folders
 from common.data.loader import Loader
 from common.engine.trainer import Trainer
 from common.engine.upstream import gpc
-from common.model.build import build_model, build_training, timm_arguments
+from common.model.build import build_model, timm_arguments
 from common.run.start import start_run
 from common.task import TASKS, Task
 from common.testing.commands import in_words
+from common.training import build_training
 
 NAMES = (
     "blue",

@@ -29,7 +29,7 @@ from common.engine.groups import shutdown
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.predictor import Predictor
 from common.engine.upstream import ParallelMode, all_reduce
-from common.errors import UserError, format_table, list_some, print_wrapped
+from common.errors import UserError
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, init_distributed
@@ -37,6 +37,7 @@ from common.metrics.hook import average, best_classes, count_correct
 from common.metrics.metrics_file import finite
 from common.plot import build_figure, save_figure
 from common.task import data_root, find_task
+from common.text import format_table, list_some, print_wrapped
 
 AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
 NAMED_CLASSES = 50  # most classes whose names the picture shows

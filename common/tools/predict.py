@@ -22,9 +22,10 @@ from common.checkpoint.weights import OTHERS, open_model
 from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.image_folder import MAX_BYTES, UNREADABLE, decode_image, list_files
 from common.engine.predictor import Predictor
-from common.errors import UserError, printable
+from common.errors import UserError
 from common.files import read_bytes, short_path
 from common.task import find_task
+from common.text import printable
 
 STDIN = "-"
 BATCH = 64

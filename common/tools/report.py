@@ -31,10 +31,11 @@ from markupsafe import Markup
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
 from common.checkpoint.save import newest_checkpoint
 from common.config.fields import flatten
-from common.errors import UserError, command_parser, counted
+from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
 from common.metrics.metrics_file import UNPLOTTED, Metrics, read_metrics
+from common.text import counted
 
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere

@@ -30,11 +30,12 @@ import numpy as np
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
-from common.errors import UserError, command_parser, did_you_mean, format_table, print_wrapped
+from common.errors import UserError, command_parser
 from common.files import ROOT
 from common.launch.signals import SIGNALS, exit_code, signal_name
 from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
+from common.text import did_you_mean, format_table, print_wrapped
 from common.tools.report import (
     ABSENT,
     SEED,

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.upstream import ParallelMode, gpc
-from common.errors import UserError, nearest_multiples
+from common.errors import UserError
+from common.text import nearest_multiples
 
 TENSOR = ParallelMode.TENSOR
 ROW_2D = ParallelMode.PARALLEL_2D_ROW

@@ -1,0 +1,48 @@
+"""The environment variables of launchers, and which of a run's processes is the first."""
+
+import os
+from typing import NamedTuple
+
+
+class Variables(NamedTuple):
+    """The environment variables in which a launcher tells a process its rank."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+    host: str = ""  # of rank 0
+    port: str = ""
+    local_size: str = ""  # the processes on this node
+    job: str = ""  # a job's own name, from which its port is derived
+
+
+LAUNCHERS = {  # where several apply, the first one started the process
+    "torch": Variables("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "openmpi": Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    # mpiexec of MPICH and Intel MPI
+    "mpich": Variables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", local_size="MPI_LOCALNRANKS"),
+    # mpiexec of HPE Cray
+    "pals": Variables(
+        "PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE", local_size="PMI_LOCAL_SIZE", job="PALS_APID"
+    ),
+    "slurm": Variables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+}
+
+
+def is_first_process() -> bool:
+    """Return whether this process is the first of those that its launcher started, as far as the
+    environment says.
+
+    A process with an invalid rank counts as first, so that it prints its own error.
+    """
+    for variables in LAUNCHERS.values():
+        rank, size = map(os.environ.get, (variables.rank, variables.world_size))
+        if rank and size:
+            return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+    return True

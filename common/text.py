@@ -1,0 +1,71 @@
+"""Text for the terminal: safe to print, wrapped, tables, and phrases of messages."""
+
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# Control characters, line separators, overrides of the direction of text, and bytes that are not
+# UTF-8.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Return ``text`` in one line, with what is `UNPRINTABLE` in it escaped."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
+    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words
+    such as paths.
+    """
+    wrap = textwrap.TextWrapper(
+        80,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        expand_tabs=False,
+    )
+    print(wrap.fill(printable(text)), file=sys.stderr if is_warning else sys.stdout, flush=True)
+
+
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table for the terminal, which is Markdown too."""
+    cells = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
+    widths = [
+        max(2, *map(len, column)) for column in zip(*cells, strict=True)
+    ]  # Markdown needs a dash
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+
+
+def counted(number: int, unit: str) -> str:
+    """Return ``number`` with its unit, as "1 process" or "2 processes"."""
+    return f"{number} {unit}{'' if number == 1 else 'es' if unit.endswith('s') else 's'}"
+
+
+def list_some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are, as "a, b and 3 more"."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """Return the multiples of ``unit`` next to ``value``, which is none, as ``"4 or 8"``."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

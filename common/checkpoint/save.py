@@ -22,13 +22,13 @@ from common.checkpoint.content import (
     check_shapes,
 )
 from common.engine.tensor_parallel.sharding import (
-    canonical_state,
-    cut_piece,
-    gather_whole,
-    held_state,
-    load_canonical_state,
+    full_model_state,
+    full_shape,
+    gather_full,
+    load_full_model_state,
+    local_shard,
+    local_state,
     named_shards,
-    whole_shape,
 )
 from common.engine.upstream import gpc
 from common.errors import UserError
@@ -189,13 +189,13 @@ def full_state_dict(
     instead of allocating and pinning memory.
     """
     files = {
-        MODEL: canonical_state(model),
+        MODEL: full_model_state(model),
         OPTIMIZER: _gather_moments(named_shards(model), optimizer),
     }
     if averages is not None:
         files[EMA] = (
-            (name, gather_whole(shard, averages.get(name)))
-            for name, shard in held_state(model).items()
+            (name, gather_full(shard, averages.get(name)))
+            for name, shard in local_state(model).items()
         )
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
@@ -211,7 +211,7 @@ def _gather_moments(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 is_sharded = value.shape == parameter.shape  # unlike a number of steps
-                yield f"{key}/{name}", gather_whole(parameter, value) if is_sharded else value
+                yield f"{key}/{name}", gather_full(parameter, value) if is_sharded else value
 
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
@@ -241,19 +241,19 @@ def load_full_state_dict(
     """
     weights = load_file(path / MODEL)
     check_architecture(path, weights, model)
-    load_canonical_state(model, weights)
+    load_full_model_state(model, weights)
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
         full = load_file(path / EMA) if (path / EMA).exists() else weights
-        shards = held_state(model)
+        shards = local_state(model)
         for name, average in averages.items():
-            average.copy_(cut_piece(shards[name], full[name]))
+            average.copy_(local_shard(shards[name], full[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise `UserError` unless ``weights``, of ``path``, are full and finite, as of ``model``."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    wanted = {name: list(whole_shape(shard)) for name, shard in held_state(model).items()}
+    wanted = {name: list(full_shape(shard)) for name, shard in local_state(model).items()}
     check_shapes(path, saved, wanted)
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
@@ -276,8 +276,8 @@ def _load_moments(
                 "another checkpoint"
             )
         parameter = parameters[name]
-        is_moment = full.shape == whole_shape(parameter)
-        state[parameter][key] = cut_piece(parameter, full) if is_moment else full
+        is_moment = full.shape == full_shape(parameter)
+        state[parameter][key] = local_shard(parameter, full) if is_moment else full
     # torch numbers the parameters; its loading brings each state to the optimizer's device and type
     ordered: list[Any] = [
         parameter for group in optimizer.param_groups for parameter in group["params"]

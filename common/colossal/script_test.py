@@ -231,11 +231,11 @@ def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_
 
 
 @pytest.mark.parametrize(
-    ("launch", "place"),
+    ("launch", "variables"),
     [(launch_from_slurm, "SLURM_PROCID=1 SLURM_NPROCS=2"), (launch_from_openmpi, OPEN_MPI)],
 )
-def test_srun_and_mpirun_need_a_host_and_a_port(launch, place, monkeypatch):
-    for setting in place.split():
+def test_srun_and_mpirun_need_a_host_and_a_port(launch, variables, monkeypatch):
+    for setting in variables.split():
         monkeypatch.setenv(*setting.split("="))
     with pytest.raises(
         UserError,

@@ -68,8 +68,13 @@ class RepairedContext(ParallelContext):
             store = open_store(rank, world_size, host, port, timeout, backend, self.shared)
         if self.watcher is not None:
             self.watcher.start(store)
-        place = {"rank": rank, "world_size": world_size, "timeout": self.timeout_of(backend)}
-        dist.init_process_group(backend, store=store, **place)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=self.timeout_of(backend),
+        )
         ranks = list(range(world_size))
         cpu_group = None
         if backend not in ("gloo", "fake"):

@@ -8,7 +8,7 @@ from colossalai.legacy.trainer.hooks import *  # noqa: F403, `upstream` has impo
 from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
 from torch import nn
 
-from common.engine.tensor_parallel.sharding import canonical_state
+from common.engine.tensor_parallel.sharding import full_model_state
 from common.engine.upstream import gpc
 from common.hardware import peak_memory
 
@@ -19,15 +19,15 @@ def report_memory_usage(message: str, logger: Any) -> None:
 
 
 def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
-    """Write the epoch and the whole model; upstream's (legacy/utils/checkpointing.py:165) writes
+    """Write the epoch and the full model; upstream's (legacy/utils/checkpointing.py:165) writes
     rank 0's shards.
 
     Its names have no ``module.`` in front, which DDP adds.
     """
     model = getattr(model, "module", model)
-    whole = dict(canonical_state(model))
+    full = dict(full_model_state(model))
     if gpc.get_global_rank() == 0:
-        torch.save({"epoch": epoch, "model": whole}, file)
+        torch.save({"epoch": epoch, "model": full}, file)
 
 
 def repair_hooks() -> None:

@@ -26,19 +26,19 @@ ANSWER = 5.0  # seconds within which a rank that lives answers in the store
 LATE = 30.0  # seconds at the start after which the ranks that are missing are named
 LOOPBACKS = ("127.", "::1", "localhost")  # how such addresses begin
 
-_doing = "starting"
+_phase = "starting"
 _changes = 0
 
 
-def doing(what: str) -> None:
-    """Record what this process is doing, for its own report; this counts as progress."""
-    global _doing, _changes
-    _doing = what
+def set_phase(phase: str) -> None:
+    """Set the phase that this rank reports if a rank is lost; this counts as progress."""
+    global _phase, _changes
+    _phase = phase
     _changes += 1
 
 
 def progress() -> int:
-    """Return how often `doing` was called."""
+    """Return how often `set_phase` was called."""
     return _changes
 
 
@@ -48,7 +48,7 @@ class Watcher:
 
     A rank whose collective fails, or that makes no progress, asks all ranks in the store of the
     launch. Their threads answer, whatever the processes wait for; a rank that does not answer is
-    missing. Every rank then prints one line with the missing ranks and with what it was doing, and
+    missing. Every rank then prints one line with the missing ranks and with its own phase, and
     its stacks if none is missing.
     """
 
@@ -123,7 +123,7 @@ class Watcher:
             else f"one hangs (TIMEOUT={self.timeout:g})"
         )
         return (
-            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun "
+            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_phase!r}; rerun "
             "the command to resume"
         )
 
@@ -176,9 +176,9 @@ def open_store(
     `UserError` without a host or port, with the ranks that do not join within ``timeout`` seconds,
     and with what differs in ``shared``; `RankError` if rank 0 is not there, or another run's.
     """
-    place = f"--host={host} --port={port}"
+    address = f"--host={host} --port={port}"
     if not host or not 0 < (port or 0) < 2**16:
-        raise UserError(f"{place}: set them to the first node, and a free port on it")
+        raise UserError(f"{address}: set them to the first node, and a free port on it")
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in psutil.net_if_addrs():
             raise RankError(
@@ -187,13 +187,13 @@ def open_store(
             )
     host = host.strip("[]")  # of an IPv6 address in a URL
     try:
-        address = _source_address(host)
+        own_address = _source_address(host)
     except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
-        raise RankError(f"{place}: {error}; give a name or address of rank 0's host") from error
+        raise RankError(f"{address}: {error}; give a name or address of rank 0's host") from error
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not has_agent
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
-    late = threading.Timer(LATE, _say_late, ("0", world_size, f" at {place}"))
+    late = threading.Timer(LATE, _say_late, ("0", world_size, f" at {address}"))
     late.daemon = True
     late.start()
     try:
@@ -212,18 +212,18 @@ def open_store(
             )
         elif store.add(f"joined/{rank}", 1) > 1:
             raise RankError(
-                f"{place}: rank {rank} of a run has joined there before; start another run on "
+                f"{address}: rank {rank} of a run has joined there before; start another run on "
                 "another port"
             )
         late.cancel()
-        _meet(store, rank, world_size, timeout, backend, address, shared)
+        _meet(store, rank, world_size, timeout, backend, own_address, shared)
     except (OSError, dist.DistError) as error:
         why = (
             str(error).splitlines()[0]
             if serves
             else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
         )
-        raise RankError(f"{place}: {why}") from error
+        raise RankError(f"{address}: {why}") from error
     except UserError:
         time.sleep(2 * POLL if rank == 0 else 0)  # it may serve the store
         raise

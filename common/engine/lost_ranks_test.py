@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from common.engine import lost_ranks
 from common.engine.groups import join_groups, shutdown
-from common.engine.lost_ranks import POLL, Watcher, doing, naming_lost_ranks, open_store
+from common.engine.lost_ranks import POLL, Watcher, naming_lost_ranks, open_store, set_phase
 from common.errors import RankError, UserError
 from common.testing.commands import forked, run_python
 from common.testing.ranks import free_port, launched, run_ranks
@@ -62,7 +62,7 @@ def train(
             TIMEOUT,
         )
         wait_for_the_others()
-        doing(f"step 4 of rank {rank}")
+        set_phase(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
     shutdown()
 
@@ -95,8 +95,8 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
                 if fault is compute
                 else f"rank {lost} is missing, see its output"
             )
-            place = f"rank {rank} was at 'step 4 of rank {rank}'; rerun the command to resume"
-            assert line == f"error: of 3 processes, {who}; {place}"
+            phase = f"rank {rank} was at 'step 4 of rank {rank}'; rerun the command to resume"
+            assert line == f"error: of 3 processes, {who}; {phase}"
         assert time.monotonic() - started < seconds + 20  # on a busy machine
         assert fault is not compute or "in compute" in ranks[lost][2].read_text()
 
@@ -133,7 +133,7 @@ def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_statu
 def test_progress_restarts_the_clock():
     watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
     watcher.woken = SimpleNamespace(
-        wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None
+        wait=lambda _: set_phase("a step") if next(polls) in (1, 3, 5) else None
     )
     watcher._is_asked = lambda: False
     watcher._find_missing = lambda: watcher.__setattr__("state", "failed")
@@ -171,9 +171,9 @@ def test_ranks_that_do_not_join_or_differ_are_named():
     assert first[0].endswith(f" of 3 processes, {waits}")
     assert first[1:] == third == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"]
     said, refused = run_ranks(SIZE, join, 0, "000", "", "gloo", "gloo")[1]
-    place = f"--host=[127.0.0.1] --port={refused.partition('port=')[2].partition(':')[0]}"
-    assert said == f"waiting for rank 0 of 3 processes at {place}, {waits}"
-    assert refused == f"{place}: rank 0 was not found there within 1 s (TIMEOUT)"
+    address = f"--host=[127.0.0.1] --port={refused.partition('port=')[2].partition(':')[0]}"
+    assert said == f"waiting for rank 0 of 3 processes at {address}, {waits}"
+    assert refused == f"{address}: rank 0 was not found there within 1 s (TIMEOUT)"
     for said in run_ranks(SIZE, join, 3, "000", "nccl", "gloo", "nccl"):
         assert said[-1] == (
             "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
@@ -184,10 +184,10 @@ def test_ranks_that_do_not_join_or_differ_are_named():
 
 def join_again() -> str:
     """Return what another run says that is started on the port of a run, which goes on."""
-    place = int(os.environ["RANK"]), 2, "127.0.0.1", int(os.environ["MASTER_PORT"])
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     with launched():
         with pytest.raises(RankError) as caught:
-            open_store(*place, 5.0, "gloo", {})
+            open_store(rank, 2, "127.0.0.1", port, 5.0, "gloo", {})
         wait_for_the_others()
     return str(caught.value)
 
@@ -207,7 +207,7 @@ def test_a_second_run_on_the_port_is_refused_and_the_first_goes_on():
         ("", "127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_at_once(name, host, port, message, monkeypatch):
+def test_an_impossible_address_is_refused_at_once(name, host, port, message, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
     with pytest.raises(UserError, match=message):
         open_store(1, 2, host, port, 600.0, "gloo", {})

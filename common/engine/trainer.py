@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common.engine.engine import Engine
-from common.engine.lost_ranks import doing, naming_lost_ranks
+from common.engine.lost_ranks import naming_lost_ranks, set_phase
 from common.engine.step_optimizer import OncePerStep
 from common.engine.tensor_parallel.sharding import broadcast_buffers
 from common.engine.upstream import (
@@ -37,7 +37,7 @@ class Trainer(UpstreamTrainer):
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - hooks see each sample of an evaluation once: what `get_dataloader` repeats, so that ranks have
       equal numbers, is left out of ``output`` and ``label``;
-    - it says what it is doing, for `Watcher`.
+    - it sets the phase that `Watcher` reports.
 
     Attributes, for hooks:
         step: optimizer steps completed; in ``after_train_iter`` including the current one.
@@ -143,7 +143,7 @@ class Trainer(UpstreamTrainer):
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
             self._run(test_interval)
-            doing("ending")
+            set_phase("ending")
             self._call_hooks("after_train")
         finally:
             self.stopping = False  # for an evaluation or a fit that follows
@@ -197,12 +197,12 @@ class Trainer(UpstreamTrainer):
         accumulation = self.engine.optimizer.accumulation
         results = self.engine.train_step(batches, self._returns_output)
         for number in range(1, accumulation + 1):
-            doing(f"step {self.step + 1}: waiting for data")
+            set_phase(f"step {self.step + 1}: waiting for data")
             self._call_hooks("before_train_iter")
             self._call_timer("start", "Train-step")
             result = next(results)
             self._call_timer("stop", "Train-step", keep_in_history=True)
-            doing(f"step {self.step + 1}: hooks after the step")
+            set_phase(f"step {self.step + 1}: hooks after the step")
             self.update_done = number == accumulation
             if self.update_done:
                 self._count_step()
@@ -229,7 +229,7 @@ class Trainer(UpstreamTrainer):
             self.data_wait += time.perf_counter() - started
             if batch is end:
                 return
-            doing(f"step {self.step + 1}: forward and backward")
+            set_phase(f"step {self.step + 1}: forward and backward")
             yield batch
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
@@ -250,10 +250,10 @@ class Trainer(UpstreamTrainer):
             desc=f"[Epoch {self._cur_epoch} / Test]",
             disable=self._is_silent,
         ):
-            doing(f"{phase}: waiting for data")
+            set_phase(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)
-            doing(f"{phase}: forward")
+            set_phase(f"{phase}: forward")
             self._call_timer("start", "Test-step")
             result = self.engine.execute_schedule(
                 iter([batch]), forward_only=True, return_loss=has_loss
@@ -270,7 +270,7 @@ class Trainer(UpstreamTrainer):
                 return
         self.evaluated_step = self.step
         self._call_timer("stop", "Test-epoch", keep_in_history=True)
-        doing(f"{phase}: summing metrics")
+        set_phase(f"{phase}: summing metrics")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
 

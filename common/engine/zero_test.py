@@ -7,7 +7,7 @@ import torch
 
 from common.engine.amp_test import MODES
 from common.engine.engine import initialize
-from common.engine.tensor_parallel.sharding import canonical_state, named_shards
+from common.engine.tensor_parallel.sharding import full_model_state, named_shards
 from common.engine.upstream import gpc
 from common.errors import UserError
 from common.testing.parity_cases import build_engine, fit, launched_clipping, micro_batches
@@ -39,7 +39,7 @@ def train(stage: int | None) -> dict[str, list[float]]:
                     losses[name].append(engine(next(micro_batches())[0]).norm().item())
                 for shard in named_shards(model).values():
                     shard.data.mul_(0.5)
-            losses[name] += [weight.norm().item() for _, weight in canonical_state(model)]
+            losses[name] += [weight.norm().item() for _, weight in full_model_state(model)]
         if stage:
             with pytest.raises(UserError, match="^zero: give the optimizer named_shards"):
                 initialize(model, torch.optim.SGD(model.parameters()))

@@ -68,17 +68,19 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     """
     environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
-    place: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
+    values: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
     if launcher in LAUNCHERS:
-        place = _from_environment(launcher, args, environ)
+        values = _from_environment(launcher, args, environ)
     elif launcher == "args":
-        place = _from_flags(args)
-    if not 0 <= place["rank"] < place["world_size"]:
+        values = _from_flags(args)
+    if not 0 <= values["rank"] < values["world_size"]:
         raise RankError(
-            f"rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}"
+            f"rank={values['rank']} is out of range: expected 0 to {values['world_size'] - 1}"
         )
     return Launch(
-        launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        launcher,
+        **values,
+        backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo"),
     )
 
 
@@ -154,21 +156,21 @@ def _from_environment(
             f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, or none"
             f"{pods if launcher == 'torch' else ''}"
         )
-    place = {
+    values = {
         field: environ[name] if field == "host" else _integer(name, environ)
         for field, name in names.items()
     }
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch
         # expanded it
-        also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
+        also = (values["rank"], 0) if name == "SLURM_LOCALID" else ()
         flag = getattr(args, field)
-        if flag not in (None, "", place[field], *also):
+        if flag not in (None, "", values[field], *also):
             mistake = RankError if field in ("rank", "local_rank") else UserError
             raise mistake(f"--{field}={flag} contradicts {name}={environ[name]}: omit the flag")
     if launcher != "torch":
-        place |= _rendezvous(launcher, args, environ)
-    return place
+        values |= _rendezvous(launcher, args, environ)
+    return values
 
 
 def _integer(name: str, environ: Mapping[str, str]) -> int:
@@ -179,18 +181,20 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
-    place = {flag: getattr(args, flag) for flag in FLAGS}
-    if place["local_rank"] is None:
-        place["local_rank"] = place["rank"]
+    values = {flag: getattr(args, flag) for flag in FLAGS}
+    if values["local_rank"] is None:
+        values["local_rank"] = values["rank"]
     missing = [
-        f"--{flag}" for flag, value in place.items() if value in (None, "") and flag != "local_rank"
+        f"--{flag}"
+        for flag, value in values.items()
+        if value in (None, "") and flag != "local_rank"
     ]
     if missing:
         raise UserError(
             f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host "
             "and --port"
         )
-    return place
+    return values
 
 
 def _rendezvous(

@@ -33,7 +33,7 @@ SRUN = variables("""
 """)
 MPICH = variables("PMI_RANK=3 MPI_LOCALRANKID=1 PMI_SIZE=4 MPI_LOCALNRANKS=4")
 PALS = variables("PMI_RANK=3 PMI_LOCAL_RANK=1 PMI_SIZE=4 PMI_LOCAL_SIZE=2 PALS_APID=7")
-PLACE = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
+RENDEZVOUS = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
 SBATCH_SHELL = variables("SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4")
 BY_TORCHRUN, ALONE = ("torch", 3, 1, 4, "node0", 29500), ("single", 0, 0, 1, "127.0.0.1", 0)
 
@@ -52,7 +52,7 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         # --host=$HOST --port=29500
         (
             "--local_rank=3 --world_size=4 --host=h --port=29500",
-            SRUN | PLACE,
+            SRUN | RENDEZVOUS,
             ("slurm", 3, 1, 4, "h", 29500),
         ),
         # the same, expanded by a shell that has none of the variables
@@ -62,7 +62,7 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
             ("slurm", 3, 1, 4, "gpu003", 29500),
         ),
         ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", 25_873)),
-        ("--local_rank=0", SRUN | PLACE, ("slurm", 3, 1, 4, "m", 5)),
+        ("--local_rank=0", SRUN | RENDEZVOUS, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
         ("--local-rank=1 --world_size 4 --config c", TORCHRUN, BY_TORCHRUN),
         ("--rank 3 --local_rank=1 --host=node0 --port=29500", TORCHRUN | EMPTY, BY_TORCHRUN),

@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from common.engine.tensor_parallel.sharding import (
+    full_shape,
     is_sharded,
-    map_whole,
+    map_full,
     named_shards,
     reduce_norms,
     sharing_group,
-    whole_shape,
 )
 from common.engine.upstream import gpc
 from common.errors import UserError
@@ -51,14 +51,14 @@ def _muon_arguments(model: nn.Module) -> dict[str, Any]:
     """Return the matrices that Muon updates, and how to gather those that are sharded."""
     matrices = {}
     for name, parameter in named_shards(model).items():
-        shape = whole_shape(parameter)
+        shape = full_shape(parameter)
         count = count_matrices(name, shape)
         if count:
             matrices[parameter] = (count, shape[0] // count, shape[1])
     if not matrices or not is_sharded(matrices):
         return {"matrices": matrices}
     ranks = gpc.get_world_size(sharing_group(list(matrices)))
-    return {"matrices": matrices, "map_whole": map_whole, "ranks": ranks}
+    return {"matrices": matrices, "map_full": map_full, "ranks": ranks}
 
 
 def _lamb_arguments(model: nn.Module) -> dict[str, Any]:

@@ -41,7 +41,7 @@ BATCH = 1 << 22  # numbers that are orthogonalized together; about 12 bytes of m
 
 # Applies a function of full matrices to shards, given the function, the parameters and their
 # shards; returns shards.
-MapWhole = Callable[
+MapFull = Callable[
     [Callable[[list[Tensor]], Sequence[Tensor]], list[Tensor], list[Tensor]], Sequence[Tensor]
 ]
 
@@ -70,7 +70,7 @@ class Muon(AdamW):
     N] before it is sharded, which are orthogonalized separately. Weight decay is decoupled in both.
     The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An attribute
     `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor
-    parallelism and ZeRO `map_whole` gathers the matrices, and each of `ranks` computes a part.
+    parallelism and ZeRO `map_full` gathers the matrices, and each of `ranks` computes a part.
     """
 
     found_inf: Tensor | None = None
@@ -85,14 +85,14 @@ class Muon(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_lr_scale: float = 1.0,
-        map_whole: MapWhole | None = None,
+        map_full: MapFull | None = None,
         ranks: int = 1,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
         self.matrices = matrices
         self.momentum = momentum
         self.adamw_lr_scale = adamw_lr_scale
-        self.map_whole = map_whole or (lambda function, _, values: function(values))
+        self.map_full = map_full or (lambda function, _, values: function(values))
         self.ranks = ranks
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class Muon(AdamW):
         """Update matrices of one shape."""
         rows = self.matrices[batch[0]][1]
         directions = self._accumulate(batch, gradients)
-        updates = self.map_whole(partial(orthogonalize, rows=rows), batch, directions)
+        updates = self.map_full(partial(orthogonalize, rows=rows), batch, directions)
         update_of = dict(zip(batch, updates, strict=True))
         for group in self.param_groups:
             params = [p for p in group["params"] if p in update_of]
@@ -195,16 +195,16 @@ class Muon(AdamW):
         )
 
 
-def orthogonalize(wholes: list[Tensor], rows: int) -> Sequence[Tensor]:
+def orthogonalize(stacks: list[Tensor], rows: int) -> Sequence[Tensor]:
     """Return U V^T of each matrix U S V^T of M = `rows` rows, times 0.2 sqrt(max(M, N)).
 
-    `wholes` are stacks of such matrices, [K * M, N] with a K of each. Five Newton-Schulz iterations
+    `stacks` are stacks of such matrices, [K * M, N] with a K of each. Five Newton-Schulz iterations
     bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as `torch.optim.Muon`, on a
-    CPU in the dtype of `wholes`. The results are views of one tensor.
+    CPU in the dtype of `stacks`. The results are views of one tensor.
     """
     a, b, c = COEFFICIENTS
-    dtype, lengths = wholes[0].dtype, [len(whole) for whole in wholes]
-    x_KMN = torch.cat(wholes).unflatten(0, (-1, rows))
+    dtype, lengths = stacks[0].dtype, [len(stack) for stack in stacks]
+    x_KMN = torch.cat(stacks).unflatten(0, (-1, rows))
     x_KMN = x_KMN if x_KMN.is_cpu else x_KMN.bfloat16()
     columns = x_KMN.shape[2]
     x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)

@@ -35,7 +35,7 @@ ALLOWED = {
     "common/checkpoint/save.py:full_state_dict",
     "common/checkpoint/save.py:load_full_state_dict",
     "common/checkpoint/save.py:_load_moments",
-    "common/engine/tensor_parallel/sharding.py:load_canonical_state",
+    "common/engine/tensor_parallel/sharding.py:load_full_model_state",
     "common/engine/step_optimizer.py:SkipCounter.exceeds",
     "common/engine/step_optimizer.py:SkipCounter.state_dict",
     "common/engine/step_optimizer.py:StepOptimizer.skipped",

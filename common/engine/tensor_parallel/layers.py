@@ -53,7 +53,7 @@ from common.engine.upstream import (
 class Linear(nn.Module):
     """A linear layer with this rank's shard of ``weight`` [in, out] and ``bias`` [out].
 
-    ``multiply`` of each mode returns this rank's shard of the product of the whole ``x`` [..., in]
+    ``multiply`` of each mode returns this rank's shard of the product of the full ``x`` [..., in]
     and ``weight``. The product runs in autocast's dtype with autocast disabled: upstream's products
     cast to float16 even under bfloat16 autocast on GPUs, and fail under autocast on CPUs
     (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:223 and the other modes' files).
@@ -99,16 +99,16 @@ class Linear2D(Linear):
     product = Matmul_AB_2D
     row = ROW_2D
     col = COL_2D
-    places = (COL_2D, ROW_2D)
+    groups = (COL_2D, ROW_2D)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        place = *map(gpc.get_local_rank, self.places), self.row, self.col
+        ranks = map(gpc.get_local_rank, self.groups)
         # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global
         # ranks
         world = gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
         out_shape = (*x.shape[:-1], weight.shape[1])
         return self.product.apply(
-            x, weight, gpc.get_world_size(self.row), out_shape, *place, *world
+            x, weight, gpc.get_world_size(self.row), out_shape, *ranks, self.row, self.col, *world
         )
 
 
@@ -118,7 +118,7 @@ class Linear2p5D(Linear2D):
     product = Matmul_AB_2p5D
     row = ROW_2P5D
     col = COL_2P5D
-    places = (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
+    groups = (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
 
 
 class Linear3D(Linear):

@@ -44,16 +44,16 @@ OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
 
 @dataclass(frozen=True)
 class Shard:
-    """How this rank's shard of a parameter is cut from the whole; the shard's attribute ``shard``.
+    """How a parameter is sharded; the attribute ``shard`` of this rank's local tensor.
 
     Attributes:
         cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.
         copies: the group of ranks with the same shard, if more than one.
         summed_over: the group of replicas with different samples; their gradients must be summed.
         fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k
-        and v). transposed: whether the shard is stored as [in, out]. shape: shape of the whole
+        and v). transposed: whether the shard is stored as [in, out]. shape: shape of the full
         parameter. part: (dimension, start, length) of this shard that this data-parallel rank
-        holds, with ``zero``.
+        has, with ``zero``.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -64,29 +64,28 @@ class Shard:
     shape: tuple[int, ...] = ()
     part: tuple[int, int, int] | None = None
 
-    def piece(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's shard of ``whole``."""
-        piece = self._orient(self._view(whole).flatten(0, 1))
-        return (piece.narrow(*self.part) if self.part else piece).clone(
-            memory_format=torch.contiguous_format
-        )
-
-    def place(self, piece: Tensor, whole: Tensor) -> None:
-        """Write ``piece`` to its position in ``whole``."""
+    def cut(self, full: Tensor) -> Tensor:
+        """Return a copy of this rank's shard of ``full``."""
+        local = self._orient(self._view(full).flatten(0, 1))
         if self.part:
-            (padded := replace(self, part=None).piece(whole)).narrow(*self.part).copy_(piece)
-            piece = padded
-        self._view(whole).copy_(self._orient(piece).unflatten(0, (self.fused, -1)))
+            local = local.narrow(*self.part)
+        return local.clone(memory_format=torch.contiguous_format)
+
+    def write(self, local: Tensor, full: Tensor) -> None:
+        """Copy ``local``, this rank's shard, to its position in ``full``."""
+        if self.part:
+            padded = replace(self, part=None).cut(full)
+            padded.narrow(*self.part).copy_(local)
+            local = padded
+        self._view(full).copy_(self._orient(local).unflatten(0, (self.fused, -1)))
 
     def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
         """Return the number of elements of a shard, given the group sizes."""
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
-    def _view(self, whole: Tensor) -> Tensor:
-        """Return what this rank has of ``whole``, before ``part`` is taken, as a view [fused,
-        ...].
-        """
-        view = whole.unflatten(0, (self.fused, -1))
+    def _view(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of ``full``, before ``part``, as a view [fused, ...]."""
+        view = full.unflatten(0, (self.fused, -1))
         for dim, group in self.cuts:
             view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(
                 dim + 1, gpc.get_local_rank(group)
@@ -287,7 +286,7 @@ def check_tensor_parallel(
 def describe_tensor_parallel(
     parallel: Mapping[str, Any], model: nn.Module, micro_batch: int
 ) -> str:
-    """Return what each rank of a tensor-parallel group holds: all hold equal amounts.
+    """Return the share of each rank of a tensor-parallel group; all have the same.
 
     ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta
     device.
@@ -298,8 +297,8 @@ def describe_tensor_parallel(
     layout = LAYOUTS[mode]
     sizes = group_sizes(mode, size, tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
-    held = sum(shard.numel(sizes) for shard in shards)
-    whole = sum(math.prod(shard.shape) for shard in shards)
+    local = sum(shard.numel(sizes) for shard in shards)
+    full = sum(math.prod(shard.shape) for shard in shards)
     width: Any = model.head.in_features
     heads: Any = model.heads
     side = size if mode == "1d" else sizes[layout.channels]
@@ -307,5 +306,5 @@ def describe_tensor_parallel(
         f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
         f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of "
         f"{heads} heads, "
-        f"{held:,} of {whole:,} parameters"
+        f"{local:,} of {full:,} parameters"
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.tensor_parallel.layout import Shard
-from common.engine.tensor_parallel.sharding import gather_whole, named_shards
+from common.engine.tensor_parallel.sharding import gather_full, named_shards
 from common.engine.upstream import gpc
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import (
@@ -77,29 +77,27 @@ def plain_training(name: str) -> Curve:
 
 def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str, tuple]]]:
     """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and
-    its pieces.
+    its shards.
     """
     answers = {}
     with launched_clipping(**config):
         for name, (optimizer_name, frozen, arguments) in TRAINED.items():
             model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
-            shards = named_shards(model)
+            parameters = named_shards(model)
             losses = fit(engine)
             losses.append(engine.optimizer.grad_norm.item())
             gradients = {
-                name: gather_whole(p, p.grad) for name, p in shards.items() if p.requires_grad
+                name: gather_full(p, p.grad) for name, p in parameters.items() if p.requires_grad
             }
             assert len(optimizer.state) == len(gradients)
-            weights = {name: gather_whole(p) for name, p in shards.items()}
-            pieces = {name: (_coordinates(p), p.detach()) for name, p in shards.items()}
-            answers[name] = (losses, gradients, weights), pieces
+            weights = {name: gather_full(p) for name, p in parameters.items()}
+            shards = {name: (_coordinates(p), p.detach()) for name, p in parameters.items()}
+            answers[name] = (losses, gradients, weights), shards
     return answers
 
 
 def _coordinates(parameter: Tensor) -> tuple[int, ...]:
-    """Return the place of a piece in its parameter: ranks with the same coordinates hold the same
-    piece.
-    """
+    """Return the position of a shard in its parameter, which ranks with copies of it share."""
     shard = getattr(parameter, "shard", Shard())
     return *(gpc.get_local_rank(group) for _, group in shard.cuts), *(shard.part or ())
 
@@ -111,21 +109,21 @@ def error(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     AdamW scales up.
     """
     errors = []
-    for name, whole in plain.items():
-        difference = (ours[name] - whole).abs()
+    for name, full in plain.items():
+        difference = (ours[name] - full).abs()
         if name.endswith("qkv.bias"):
-            difference[len(whole) // 3 : 2 * len(whole) // 3] = 0
-        errors.append((difference.max() / whole.abs().max()).item())
+            difference[len(full) // 3 : 2 * len(full) // 3] = 0
+        errors.append((difference.max() / full.abs().max()).item())
     return max(errors)
 
 
-def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
-    """Return the parameters of which two ranks hold the same piece with different bits."""
+def disagreements(shards_by_rank: list[dict[str, tuple]]) -> list[str]:
+    """Return the parameters of which two ranks have the same shard with different bits."""
     seen: dict[tuple, Tensor] = {}
     names = set()
-    for pieces in pieces_by_rank:
-        for name, (coordinates, piece) in pieces.items():
-            if not torch.equal(seen.setdefault((name, coordinates), piece), piece):
+    for shards in shards_by_rank:
+        for name, (coordinates, shard) in shards.items():
+            if not torch.equal(seen.setdefault((name, coordinates), shard), shard):
                 names.add(name)
     return sorted(names)
 

@@ -41,8 +41,8 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     mode, if any.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks of a
-    tensor-parallel group. The model still maps whole images [B, C, Y, X], the same on all ranks of
-    the group, to whole logits [B, num_classes]. Dropout masks are equal on ranks with the same
+    tensor-parallel group. The model still maps full images [B, C, Y, X], the same on all ranks of
+    the group, to full logits [B, num_classes]. Dropout masks are equal on ranks with the same
     activations, drop_path masks on ranks with the same samples.
     """
     mode = tensor_parallel_env.mode
@@ -65,10 +65,10 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
 def _cut(model: nn.Module, name: str, shard: Shard) -> None:
     """Replace the parameter ``name`` by this rank's shard, with its ``shard`` as an attribute."""
     layer, _, kind = name.rpartition(".")
-    whole = model.get_parameter(name)
-    piece = nn.Parameter(shard.piece(whole.detach()), requires_grad=whole.requires_grad)
-    piece.shard = shard
-    setattr(model.get_submodule(layer), kind, piece)
+    full = model.get_parameter(name)
+    local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
+    local.shard = shard
+    setattr(model.get_submodule(layer), kind, local)
 
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
@@ -100,22 +100,18 @@ def _take_samples(model: nn.Module, inputs: tuple[Tensor], group: ParallelMode) 
 
 
 def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what this rank holds of each parameter, by name: what the optimizer updates."""
+    """Return the local parameters by name. The optimizer updates these."""
     return getattr(model, "shards", None) or dict(model.named_parameters())
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds, by name: the running statistics of batch
-    norms.
-    """
+    """Return the buffers of a checkpoint by name: the running statistics of batch norms."""
     parameters = dict(model.named_parameters())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
-def held_state(model: nn.Module) -> dict[str, Any]:
-    """Return `named_shards` and then `kept_buffers`: what this rank holds of a checkpoint's
-    weights, by name.
-    """
+def local_state(model: nn.Module) -> dict[str, Any]:
+    """Return the local tensors of a checkpoint by name: `named_shards`, then `kept_buffers`."""
     return named_shards(model) | kept_buffers(model)
 
 
@@ -127,48 +123,46 @@ def broadcast_buffers(model: nn.Module) -> None:
             dist.broadcast(buffer, group[0], group=gpc.get_group(ParallelMode.DATA))
 
 
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
     return getattr(parameter, "shard", parameter).shape
 
 
 @torch.no_grad()
-def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
+def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
     """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment).
 
-    All ranks of `sharing_group` must call it; its first alone gets the whole, the others None. Of a
-    parameter that is not sharded, each rank gets its own.
+    All ranks of `sharing_group` must call it. Its first rank gets the full tensor, the others None.
+    A tensor that is not sharded is returned as it is, on all ranks.
     """
     value = parameter.detach() if value is None else value
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return value
-    whole = _place(shard, value)
+    full = _pad_with_zeros(shard, value)
     group = sharing_group([parameter])
-    dist.reduce(whole, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
-    return whole if gpc.get_local_rank(group) == 0 else None
+    dist.reduce(full, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
+    return full if gpc.get_local_rank(group) == 0 else None
 
 
 def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
-    """Return the group whose ranks together hold a whole model, given any of its sharded
-    parameters.
-    """
+    """Return the group over which a model is sharded, given any of its sharded parameters."""
     return ParallelMode.GLOBAL if parameters and parameters[0].shard.part else TENSOR
 
 
-def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's shard of ``whole`` [`whole_shape`]; the inverse of `gather_whole`."""
+def local_shard(parameter: nn.Parameter, full: Tensor) -> Tensor:
+    """Return this rank's shard of ``full`` [`full_shape`]; the inverse of `gather_full`."""
     shard = getattr(parameter, "shard", None)
-    return whole if shard is None else shard.piece(whole)
+    return full if shard is None else shard.cut(full)
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Return whether a rank holds a shard of any of ``parameters``, those of a model."""
+    """Return whether any of ``parameters``, those of a model, is sharded."""
     return any(hasattr(parameter, "shard") for parameter in parameters)
 
 
 @torch.no_grad()
-def map_whole(
+def map_full(
     function: Callable[[list[Tensor]], Sequence[Tensor]],
     parameters: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -183,48 +177,46 @@ def map_whole(
     ranks = gpc.get_ranks_in_group(group)
     handle = gpc.get_group(group)
     own = gpc.get_local_rank(group)
-    wholes = []
+    full_tensors = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-        whole = _place(parameter.shard, value)
-        dist.reduce(whole, ranks[number % len(ranks)], group=handle)
+        full = _pad_with_zeros(parameter.shard, value)
+        dist.reduce(full, ranks[number % len(ranks)], group=handle)
         if number % len(ranks) == own:
-            wholes.append(whole)
-    results = iter(function(wholes) if wholes else [])
-    pieces = []
+            full_tensors.append(full)
+    results = iter(function(full_tensors) if full_tensors else [])
+    shards = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         source = number % len(ranks)
-        whole = next(results) if source == own else value.new_empty(parameter.shard.shape)
-        dist.broadcast(whole, ranks[source], group=handle)
-        pieces.append(cut_piece(parameter, whole))
-    return pieces
+        full = next(results) if source == own else value.new_empty(parameter.shard.shape)
+        dist.broadcast(full, ranks[source], group=handle)
+        shards.append(local_shard(parameter, full))
+    return shards
 
 
-def _place(shard: Shard, value: Tensor) -> Tensor:
-    """Return a whole tensor, 0 but for this rank's ``value``; all 0 where another rank holds the
-    same shard.
-    """
-    whole = value.new_zeros(shard.shape)
+def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
+    """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
+    full = value.new_zeros(shard.shape)
     if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
-        shard.place(value, whole)
-    return whole
+        shard.write(value, full)
+    return full
 
 
-def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather all parameters with `gather_whole`, one after the other, and leave out those that it
-    returns None for.
+def full_model_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full parameters and buffers of a model by name, gathered one after the other.
 
-    The buffers follow, on each rank.
+    Ranks for which `gather_full` returns None leave the parameter out.
     """
-    for name, held in held_state(model).items():
-        if (whole := gather_whole(held)) is not None:
-            yield name, whole
+    for name, local in local_state(model).items():
+        full = gather_full(local)
+        if full is not None:
+            yield name, full
 
 
 @torch.no_grad()
-def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy whole parameters and buffers into a model that may be sharded."""
-    for name, held in held_state(model).items():
-        held.copy_(cut_piece(held, state[name]))
+def load_full_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy full parameters and buffers into a model that may be sharded."""
+    for name, local in local_state(model).items():
+        local.copy_(local_shard(local, state[name]))
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
@@ -248,7 +240,7 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of the whole model's gradient, a 0-dim tensor; one all-reduce if sharded.
+    """Return the 2-norm of the full model's gradient, a 0-dim tensor; one all-reduce if sharded.
 
     Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so
     replicas diverge.
@@ -271,7 +263,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared norms of whole tensors, given those of the shards of P parameters; one
+    """Return the squared norms of full tensors, given those of the shards of P parameters; one
     all-reduce.
     """
     shares_P = torch.tensor(
@@ -283,6 +275,6 @@ def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
 
 
 def _copies(parameter: Tensor) -> int:
-    """Return how many ranks of the tensor-parallel group hold this shard."""
+    """Return how many ranks of the tensor-parallel group have this shard."""
     copies = parameter.shard.copies
     return 1 if copies is None else gpc.get_world_size(copies)

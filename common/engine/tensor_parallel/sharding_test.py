@@ -40,7 +40,7 @@ def look_around(case: str) -> dict[str, Any]:
         layout = LAYOUTS[config["parallel"]["tensor"]["mode"]]
         groups = (ParallelMode.DATA, layout.samples, layout.channels)
         return {
-            "place": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
+            "position": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
             "holds": holds(),
             "masks": masks(),
             "recomputed": recomputed_gradients(),
@@ -90,8 +90,8 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 
 @in_every_mode
 def test_ranks_hold_what_is_announced(case):
-    line = describe_tensor_parallel(CASES[case][1]["parallel"], whole := build_tiny_model(), 16)
-    parameters = sum(param.numel() for param in whole.parameters())
+    line = describe_tensor_parallel(CASES[case][1]["parallel"], full := build_tiny_model(), 16)
+    parameters = sum(param.numel() for param in full.parameters())
     words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
     for answer in on_ranks(case):
         assert line == f"{words.format(*answer['holds'])}{parameters:,} parameters"
@@ -104,13 +104,13 @@ def test_masks_are_drawn_anew_and_agree_where_activations_do(case):
         assert 0.4 < one["masks"]["hidden"].float().mean() < 0.6
         assert not torch.equal(one["masks"]["hidden"], one["masks"]["again"])
         for other in answers:
-            same_place, same_samples = (
-                one["place"] == other["place"],
-                one["place"][:2] == other["place"][:2],
+            same_position, same_samples = (
+                one["position"] == other["position"],
+                one["position"][:2] == other["position"][:2],
             )
             expected = {
-                "residual": same_place,
-                "output": same_place,
+                "residual": same_position,
+                "output": same_position,
                 "hidden": one is other,
                 "drop_path": same_samples,
             }
@@ -134,8 +134,8 @@ def layer_norm_error() -> float:
     x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
     with launched(**CASES["2d-4"][1]):
         own, expected = (
-            whole.chunk(2, dim=-1)[gpc.get_local_rank(ROW_2D)]
-            for whole in (x, F.layer_norm(x.float(), (1024,)))
+            full.chunk(2, dim=-1)[gpc.get_local_rank(ROW_2D)]
+            for full in (x, F.layer_norm(x.float(), (1024,)))
         )
         weight, bias = nn.Parameter(torch.ones(512)), nn.Parameter(torch.zeros(512))
         return (LayerNorm(weight, bias, 1e-5, ROW_2D)(own) - expected).abs().max().item()

@@ -10,7 +10,8 @@ from typing import Any
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.download import extract, fetch
-from common.data.image_folder import FolderSplit, list_classes, list_folders, split_by_class
+from common.data.image_folder import list_classes, list_folders, split_by_class
+from common.data.image_split import FolderSplit
 from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of, folder_lock

@@ -14,7 +14,7 @@ from torchvision.datasets import Caltech101
 
 from caltech101_amp import task, train
 from caltech101_amp.task import open_split
-from common.data.image_folder import FolderSplit
+from common.data.image_split import FolderSplit
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from common.testing.commands import in_words

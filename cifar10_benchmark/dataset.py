@@ -10,8 +10,9 @@ import numpy as np
 from torchvision.datasets import CIFAR10
 
 from common.data.download import fetch
-from common.data.image_folder import FolderSplit, list_splits
+from common.data.image_folder import list_splits
 from common.data.image_loaders import load_image
+from common.data.image_split import FolderSplit
 from common.errors import UserError
 from common.files import fingerprint_of
 

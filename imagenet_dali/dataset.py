@@ -7,13 +7,13 @@ manifest.json                    checksums of shards and tables; written last
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from common.data.image_folder import check_class_names
+from common.data.image_split import ImageSplit, Record
 from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
 from imagenet_dali.tfrecord_format import BadSampleError, unframe
@@ -72,40 +72,43 @@ class Manifest(Schema):
         )
 
 
-@dataclass(frozen=True)
-class Split:
-    """One split of a prepared data set, opened by `open_split`."""
+class TFRecordSplit(ImageSplit):
+    """One split of a prepared data set, as `open_split` returns it.
 
-    is_prepared: ClassVar[bool] = True  # JPEGs, turned already as their EXIF blocks said, if at all
-    name: str
-    shards: Sequence[Path]
-    records: np.ndarray  # of RECORD, memory-mapped
-    class_names: list[str]
-    fingerprint: str  # of the whole data set
-    held_out: str  # which share of train validation is, if it was drawn by file name
+    ``records`` are rows of `RECORD`, memory-mapped; ``fingerprint`` is of the whole data set.
+    """
+
+    is_prepared = True  # or adopted: no decoder here turns a record as its EXIF block says
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[Path],
+        records: np.ndarray,
+        class_names: Sequence[str],
+        fingerprint: str,
+        held_out: str = "",
+    ) -> None:
+        super().__init__(class_names, records["label"], f"the prepared {name} split", held_out)
+        self.name = name
+        self.shards = shards
+        self.records = records
+        self._fingerprint = fingerprint
 
     @property
-    def place(self) -> str:
-        """Where the images come from, in words."""
-        return f"the prepared {self.name} split"
+    def fingerprint(self) -> str:
+        """The checksum over all splits of the data set."""
+        return self._fingerprint
 
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def read(self, index: int) -> tuple[memoryview, int]:
-        """Return ``(JPEG bytes, label)`` of one image, its checksum verified; safe to call from
-        many threads.
-        """
+    def read(self, index: int) -> tuple[bytes | memoryview, int]:
+        """Return ``(JPEG bytes, label)`` of one image, its checksum verified."""
         (record,) = self.read_span(index, index + 1)
         if isinstance(record, UserError):
             raise record
         return record
 
-    def read_span(self, first: int, end: int) -> list[tuple[memoryview, int] | UserError]:
-        """Return what `read` does for each of consecutive records of a shard, read at once.
-
-        Bad records are returned as errors.
-        """
+    def read_span(self, first: int, end: int) -> list[Record]:
+        """Return what `read` does for consecutive records of one shard, in one read of the file."""
         rows = self.records[first:end].tolist()
         shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
         length = max(offset + size for _, offset, size, *_ in rows) - start
@@ -113,7 +116,7 @@ class Split:
             view = memoryview(read_file_range(self.shards[shard], start, length))
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
-        records = []
+        records: list[Record] = []
         for index, (_, offset, size, image_start, image_size, label, *_) in enumerate(rows, first):
             data = view[offset - start :]
             try:
@@ -141,28 +144,12 @@ class Split:
         """Return the size of consecutive records."""
         return int(self.records["size"][first:end].sum(dtype=np.int64))
 
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether labels do not follow each other in runs, as in shards of other tools that are
-        sorted by class.
-        """
-        labels = self.labels
-        by_chance = np.square(np.bincount(labels) / len(labels)).sum()
-        is_mixed = np.mean(labels[1:] == labels[:-1]) < (1 + by_chance) / 2
-        return bool(len(labels) < 100 or is_mixed)  # NumPy's own would be "True" in config.json
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The label of each image."""
-        return self.records["label"]
-
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
         row = self.records[index]
-        place = (
-            f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
-        )
-        return UserError(f"{place}: {reason}; {REMEDY}")
+        shard = self.shards[row["shard"]]
+        record = f"record {index} of {self.name} at byte {row['offset']}"
+        return UserError(f"{shard}: {record}: {reason}; {REMEDY}")
 
 
 def read_file_range(path: Path, offset: int, length: int) -> bytes:
@@ -174,7 +161,7 @@ def read_file_range(path: Path, offset: int, length: int) -> bytes:
         return file.read(length)
 
 
-def open_split(root: Path, split: str) -> Split:
+def open_split(root: Path, split: str) -> TFRecordSplit:
     """Open one split of the data set in a folder; the shards themselves are not read.
 
     Raises `UserError` naming the first file that is missing or differs from the manifest.
@@ -186,7 +173,7 @@ def open_split(root: Path, split: str) -> Split:
     entries = manifest.splits[split].shards
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")
-    return Split(
+    return TFRecordSplit(
         name=split,
         shards=[root / entry.name for entry in entries],
         records=read_table(root, manifest, split),

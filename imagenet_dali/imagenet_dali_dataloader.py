@@ -25,12 +25,13 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
+from common.data.image_split import Record
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
-from common.data.workers import Record, RecordReader
+from common.data.workers import RecordReader
 from common.errors import UserError
 from common.launchers import is_first_process
-from imagenet_dali.dataset import Split
+from imagenet_dali.dataset import TFRecordSplit
 
 if TYPE_CHECKING:
     from common.data.auto_augment import Policy
@@ -140,7 +141,7 @@ class DaliReader:
 
     def __init__(
         self,
-        split: Split,
+        split: TFRecordSplit,
         crop: Crop,
         *,
         batch: int,

@@ -7,7 +7,7 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageOps
 
-from common.data.image_folder import decode_image
+from common.data.decoding import decode_image
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
 from imagenet_dali.tfrecord_format import BadSampleError
 from imagenet_dali.writer import convert_image

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.data.image_folder import MAX_BAD_SHARE, SPLITS, Files
+from common.data.bad_images import MAX_BAD_SHARE
+from common.data.image_folder import SPLITS, Files
 from common.errors import UserError, command_parser, run_command
 from common.files import folder_lock
 from common.hardware import cores

@@ -1,6 +1,4 @@
-"""The loaders of a prepared data set, by DALI or simplejpeg, or of an image folder, by simplejpeg
-or Pillow.
-"""
+"""The loaders of prepared data sets (DALI or simplejpeg) and image folders (simplejpeg, Pillow)."""
 
 import functools
 import importlib.util
@@ -11,20 +9,22 @@ from typing import Any
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.crops import Crop
-from common.data.image_folder import FolderSplit, note_missing
+from common.data.image_folder import note_missing
+from common.data.image_split import FolderSplit, ImageSplit
 from common.data.loader import BatchReader, Loader
 from common.errors import UserError
 from common.files import fingerprint_of
 from common.launchers import is_first_process
 from common.task import Task, refuse_unused
 from common.text import print_wrapped
-from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
+from imagenet_dali.dataset import MANIFEST, PARTIAL, TFRecordSplit, open_split
 from imagenet_dali.find_images import list_source
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, or of ``data["eval_split"]`` alone, without
-    reading an image.
+    """Count samples and classes of the data set, or of ``data["eval_split"]`` alone.
+
+    No image is read.
     """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     if data["loader"] == "dali" and not has_dali():
@@ -32,41 +32,55 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
             "or install nvidia-dali-cuda130"
         )
-    if split := data.get("eval_split"):
+    split = data.get("eval_split")
+    if split:
         images = open_images(data, split)
-        counts = 0, len(images), len(images.class_names)
-        return DataSummary(*counts, images.fingerprint, images.class_names, validation=images.place)
-    if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
-        raise UserError(
-            f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision"
+        return DataSummary(
+            train_samples=0,
+            eval_samples=len(images),
+            num_classes=len(images.class_names),
+            fingerprint=images.fingerprint,
+            class_names=images.class_names,
+            validation=images.origin,
         )
-    train, validation = open_images(data, "train"), open_images(data, "validation")
-    shards: dict[str, Any] = {}
-    fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
-    if isinstance(train, Split):
-        fingerprint = train.fingerprint
-        shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
-    counts = len(train), len(validation), len(train.class_names)
+    randaugment = data.get("randaugment")
+    if data["loader"] == "dali" and isinstance(randaugment, str):
+        raise UserError(
+            f"DATA.randaugment={randaugment!r} is timm's, on the CPU: add --set "
+            "DATA.loader=torchvision"
+        )
+    train = open_images(data, "train")
+    validation = open_images(data, "validation")
+    fingerprint = train.fingerprint
+    if validation.fingerprint != fingerprint:  # the splits of a prepared data set share one
+        fingerprint = fingerprint_of([fingerprint, validation.fingerprint])
     summary = DataSummary(
-        *counts,
-        fingerprint,
-        train.class_names,
-        validation=note_missing(validation.place, train.class_names, validation.labels),
+        train_samples=len(train),
+        eval_samples=len(validation),
+        num_classes=len(train.class_names),
+        fingerprint=fingerprint,
+        class_names=train.class_names,
+        shard_bytes=train.span_bytes(0, len(train)),
+        is_shuffled=train.is_shuffled,
+        validation=note_missing(validation.origin, train.class_names, validation.labels),
         held_out=validation.held_out,
-        **shards,
     )
-    if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
-        fault = (
-            "has shards sorted by class, so batches would be too"
-            if summary.shard_bytes
-            else "has no shards"
-        )
-        raise UserError(
-            f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m "
-            "imagenet_dali.prepare` makes shuffled "
-            "ones, or use DATA.order='random'"
-        )
+    if data.get("order") == "blocks":
+        _check_blocks(data, summary)
     return summary
+
+
+def _check_blocks(data: Mapping[str, Any], summary: DataSummary) -> None:
+    """Raise `UserError` for a data set that cannot be read in block order."""
+    if summary.shard_bytes and summary.is_shuffled:
+        return
+    fault = "has no shards"
+    if summary.shard_bytes:
+        fault = "has shards sorted by class, so batches would be too"
+    raise UserError(
+        f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m imagenet_dali.prepare` "
+        "makes shuffled ones, or use DATA.order='random'"
+    )
 
 
 def has_dali() -> bool:
@@ -85,24 +99,26 @@ def build_train_loader(
     order: str | None = None,
     **options: Any,
 ) -> Loader:
-    """Return the loader of the training split in the plan's ``order``; ``options`` are those of
-    `image_loaders`.
+    """Return the loader of the training split in the plan's ``order``.
+
+    ``options`` are those of `image_loaders.build_train_loader`.
     """
     images = open_images(data, "train")
     options |= _options(images, data, options["device"].type, in_blocks=order == "blocks")
-    return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **options)  # pyright: ignore[reportArgumentType]
+    return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **options)
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
-    """Return the loader of validation, or of ``data["eval_split"]``; ``options`` are those of
-    `image_loaders`.
+    """Return the loader of validation, or of ``data["eval_split"]``.
+
+    ``options`` are those of `image_loaders.build_eval_loader`.
     """
     images = open_images(data, data.get("eval_split", "validation"))
     options |= _options(images, data, options["device"].type, in_blocks=True)
-    return image_loaders.build_eval_loader(images, data, batch, **options)  # pyright: ignore[reportArgumentType]
+    return image_loaders.build_eval_loader(images, data, batch, **options)
 
 
-def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
+def open_images(data: Mapping[str, Any], split: str) -> ImageSplit:
     """Open a split of the data set at ``DATA.root``; raise `UserError` with what is wrong with it.
 
     Only the torchvision loader reads image folders that were not prepared.
@@ -124,30 +140,33 @@ def _open_folder(root: Path, split: str | None, by_count: bool) -> dict[str, Fol
         )
     if is_first_process():
         print_wrapped(source.summary)
-    about = source.validation, source.held_out
-    return {
-        name: FolderSplit(root, source.class_names, files, *about)
-        for name, files in source.splits.items()
-    }
+    splits = {}
+    for name, files in source.splits.items():
+        splits[name] = FolderSplit(
+            root, source.class_names, files, source.validation, source.held_out
+        )
+    return splits
 
 
 def _options(
-    images: Split | FolderSplit, data: Mapping[str, Any], device: str, in_blocks: bool
+    images: ImageSplit, data: Mapping[str, Any], device: str, in_blocks: bool
 ) -> dict[str, Any]:
     """Return what reads the images, and the bounds of the blocks that are read at once."""
-    options: dict[str, Any] = {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
-    if options and device == "cuda":
-        from imagenet_dali.imagenet_dali_dataloader import decodes_windows
+    options: dict[str, Any] = {}
+    if data["loader"] == "dali":
+        options["build_reader"] = _read_with_dali
+        if device == "cuda":
+            from imagenet_dali.imagenet_dali_dataloader import decodes_windows
 
-        # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
-        decodes_windows()
-    if in_blocks and isinstance(images, Split):
+            # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
+            decodes_windows()
+    if in_blocks:
         options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
     return options
 
 
 def _read_with_dali(
-    images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any
+    images: TFRecordSplit, crop: Crop, *, workers: int, dp_size: int, **options: Any
 ) -> BatchReader:
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader

@@ -10,7 +10,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
-from common.data.image_folder import NAMED, SPLITS
+from common.data.bad_images import NAMED
+from common.data.image_folder import SPLITS
 from common.errors import UserError
 from common.files import sha256_of
 from common.text import counted, printable

@@ -20,15 +20,15 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from common.data.image_folder import (
+from common.data.decoding import (
     FORMATS,
     MAX_BYTES,
     UNREADABLE,
-    Files,
     check_pixels,
     decode_image,
     is_turned,
 )
+from common.data.image_folder import Files
 from common.data.workers import follow_parent
 from common.errors import UserError
 from common.files import read_bytes

@@ -1,23 +1,18 @@
-"""Labelled images in folders: list and split them, read and decode one, report bad ones."""
+"""List the labelled images in folders, and split them."""
 
 import hashlib
-import io
 import os
 import random
 import re
-import sys
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin
-from simplejpeg import decode_jpeg
 
 from common.errors import UserError
-from common.files import canonical_name, fingerprint_of, read_bytes
+from common.files import canonical_name
 from common.text import UNPRINTABLE, list_some, printable
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
@@ -27,23 +22,6 @@ IMAGE_SUFFIX = re.compile(
     r"tiff?|webp))?",
     re.IGNORECASE,
 )
-# Pillow's other formats run programs, or are not for photographs
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-# 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
-MAX_PIXELS = 100_000_000
-Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
-# Of one text or profile Pillow takes 1 MB; editors write more. The sum of texts stays limited.
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
-MAX_BAD_SHARE = 0.01
-UNREADABLE = "not a readable image: "  # and then the decoder's message
-NAMED = 20  # of a list that may have a million
-# of an image: four channels without compression, and metadata
-MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)
-# What libjpeg-turbo says of files that lack no pixels. Bytes before a restart marker (d0 to d7) are
-# what is left of a block that was cut. Of unusual subsampling only Pillow can decode the pixels.
-HARMLESS = re.compile("bytes before marker 0x(?!d[0-7])|subsampling level|Invalid SOS parameters")
-SEGMENT = re.compile(rb"\xff+([\xc0-\xcf\xda-\xfe])(..)", re.DOTALL)  # marker and length
-ORIENTATION = ExifTags.Base.Orientation
 
 SPLITS = {
     "train": "train",
@@ -295,166 +273,3 @@ def _hash_name(class_name: str, path: str) -> float:
     inside = canonical_name(f"/{path}").partition(f"/{class_name}/")[2] or path
     name = f"{class_name}/{inside}".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
-
-
-class FolderSplit:
-    """One split of the images below ``root``; ``place`` says where the validation images come
-    from, and ``held_out`` which share of train they are and how it was drawn, if they are.
-    """
-
-    # an image may be of any kind, and say in its EXIF block how it is to be turned
-    is_prepared = False
-
-    def __init__(
-        self,
-        root: Path,
-        class_names: Sequence[str],
-        files: Files,
-        place: str = "",
-        held_out: str = "",
-    ) -> None:
-        self.root = root
-        self.class_names = class_names
-        self.place = place
-        self.held_out = held_out
-        # arrays, because workers would copy a million strings page by page as they count references
-        self._paths = np.array([os.fsencode(path) for path, _ in files])
-        self.labels = np.array([label for _, label in files], np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, index: int) -> Path:
-        """Return where an image lies."""
-        return self.root / os.fsdecode(self._paths[index])
-
-    def read(self, index: int) -> tuple[bytes, int]:
-        """Return ``(content of the file, label)`` of one image."""
-        try:
-            return read_bytes(self.path(index), MAX_BYTES), int(self.labels[index])
-        except UserError as error:
-            raise UserError(f"{error}; remove or replace this image") from error
-
-    def fault(self, index: int, reason: object) -> UserError:
-        """Return the error for an image that cannot be used."""
-        return UserError(f"{self.path(index)}: {reason}; remove or replace this image")
-
-    @property
-    def fingerprint(self) -> str:
-        """A checksum over paths, labels and sizes; where the folder lies does not matter."""
-        files = sorted(zip(map(os.fsdecode, self._paths), self.labels.tolist(), strict=True))
-        described = (f"{label} {file_state(self.root / path)[0]} {path}" for path, label in files)
-        return fingerprint_of(chain(self.class_names, described))
-
-
-def check_pixels(height: int, width: int) -> None:
-    """Raise `ValueError` for an image that is too large to be decoded."""
-    if height * width > MAX_PIXELS:
-        raise ValueError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
-
-
-def decode_image(data: bytes | memoryview) -> np.ndarray:
-    """Decode an image to Pillow's pixels in RGB, uint8 [Y, X, 3], turned as its EXIF block says.
-
-    Raises `ValueError` beyond `MAX_PIXELS`, for pixels of an unknown range and for a JPEG that
-    lacks data, which Pillow would fill with grey; and what Pillow does, for a wrong checksum too.
-    """
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_pixels(image.height, image.width)
-    pixels = None
-    if image.format in ("JPEG", "MPO"):
-        pixels = _decode_jpeg(bytes(data), image.mode)
-    else:
-        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
-    if pixels is None:
-        pixels = np.array(_to_rgb(image))
-    if not is_turned(image):  # asked after the pixels, because Pillow turns a TIFF as it loads it
-        return pixels
-    upright = Image.fromarray(pixels)  # not `image`, whose other tags Pillow may fail to copy
-    upright.getexif()[ORIENTATION] = image.getexif()[ORIENTATION]
-    return np.array(ImageOps.exif_transpose(upright))
-
-
-def _decode_jpeg(data: bytes, mode: str) -> np.ndarray | None:
-    """Return the pixels of a JPEG; None where Pillow decodes better: CMYK, or after a warning.
-
-    libjpeg repairs a file that lacks data with a warning; here `ValueError` is raised.
-    """
-    colors = "CMYK" if mode == "CMYK" else "RGB"
-    try:
-        pixels = decode_jpeg(data, colors)  # the pixels of Pillow in less than half the time
-    except ValueError:
-        try:
-            decode_jpeg(_without_metadata(data), colors)
-        except ValueError as error:
-            if not HARMLESS.search(str(error)):
-                raise
-        return None
-    return None if mode == "CMYK" else pixels
-
-
-def _without_metadata(data: bytes) -> bytes:
-    """Return a JPEG without metadata and bytes between the segments before its first scan.
-
-    libjpeg-turbo tells its first warning only. If that is of one of these, there may be more.
-    """
-    kept = data[:2]
-    end = 2
-    while segment := SEGMENT.search(data, end):
-        end = segment.end(1) + int.from_bytes(segment[2])
-        if segment[1] == b"\xda":  # the first scan
-            return kept + data[segment.start() :]
-        if segment[1] < b"\xe0":
-            kept += data[segment.start() : end]
-    return data
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB: alpha is dropped, 12 and 16 bits become 8."""
-    # Pillow would clip these at 255; those of a PPM file are in mode "I"
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        tags = getattr(image, "tag_v2", {})  # of a TIFF
-        bits = tags.get(ExifTags.Base.BitsPerSample, [16])[0]
-        grey = (np.asarray(image) / ((2**bits - 1) / 255)).round().astype(np.uint8)
-        is_white_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
-        image = Image.fromarray(255 - grey if is_white_zero else grey)
-    if image.mode in ("I", "F"):
-        raise ValueError("32-bit pixels, whose range is not known")
-    return image.convert("RGB")
-
-
-def is_turned(image: Image.Image) -> bool:
-    """Return whether an image's EXIF block says that it is to be turned or mirrored."""
-    try:
-        return image.getexif().get(ORIENTATION) in range(2, 9)
-    except Exception:  # a damaged EXIF block says nothing against the pixels
-        return False
-
-
-class BadImages:
-    """Count the images that a loader skips, and name each of the first `NAMED` once on stderr.
-
-    Clearly more than `MAX_BAD_SHARE` of the ``samples`` that this process reads in a pass raise
-    `UserError`.
-    """
-
-    def __init__(self, samples: float) -> None:
-        self.samples = samples
-        self.count = 0  # of this pass
-        self._named = set()
-
-    def add(self, messages: Iterable[str]) -> None:
-        """Count the skipped images of a batch, given a message for each."""
-        for message in messages:
-            self.count += 1
-            allowed = MAX_BAD_SHARE * self.samples
-            # by chance a process may get more than its share: four standard deviations
-            if self.count > max(1, allowed + 4 * allowed**0.5):
-                raise UserError(
-                    f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that "
-                    f"this process reads in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
-                )
-            if message not in self._named and len(self._named) < NAMED:
-                self._named.add(message)
-                # one write, unlike print: ranks share stderr
-                sys.stderr.write(f"skipped: {printable(message)}\n")

@@ -7,13 +7,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from simplejpeg import decode_jpeg
 
+from common.data.bad_images import BadImages
 from common.data.crops import (
     CROP_UNIFORMS,
     CenterCrop,
@@ -23,10 +24,11 @@ from common.data.crops import (
     SimpleCrop,
     crop_image,
 )
-from common.data.image_folder import BadImages, decode_image
+from common.data.decoding import decode_image
+from common.data.image_split import ImageSplit, Record
 from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.data.workers import Record, RecordReader, WorkerPool
+from common.data.workers import RecordReader, WorkerPool
 from common.errors import UserError
 from common.hardware import rank_cores
 from common.text import first_line
@@ -35,21 +37,6 @@ from common.text import first_line
 UNUSED = ("crop_padding", "autoaugment")
 # and for shards
 SHARDS_ONLY = ("order", "block", "window")
-
-
-class ImageSplit(Protocol):
-    """Encoded images and their labels, by number."""
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether all are RGB JPEGs whose orientation in EXIF is to be ignored."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[bytes | memoryview, int]: ...
-
-    def fault(self, index: int, reason: object) -> UserError: ...
 
 
 class ImageReader:

@@ -13,10 +13,12 @@ from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
+from common.data.bad_images import BadImages
 from common.data.batch_augment_test import MEAN, STD
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
-from common.data.image_folder import BadImages, FolderSplit, list_classes
+from common.data.image_folder import list_classes
 from common.data.image_loaders import ImageReader, build_eval_loader, build_train_loader
+from common.data.image_split import FolderSplit
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, Draw, EvalSampler, TrainSampler
 from common.data.workers import RecordReader
@@ -189,8 +191,8 @@ BAD = {
 def test_bad_images_are_left_out_of_evaluation_and_named_once(
     folder, corrupt, monkeypatch, capsys, workers, named
 ):
-    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.15)
-    monkeypatch.setattr("common.data.image_folder.NAMED", named)
+    monkeypatch.setattr("common.data.bad_images.MAX_BAD_SHARE", 0.15)
+    monkeypatch.setattr("common.data.bad_images.NAMED", named)
     split, whole = open_folder(corrupt, "train"), open_folder(folder, "train")
     assert split.fingerprint != whole.fingerprint
     loader = Loader(EvalSampler(20, 20), reader(split, CenterCrop(SIZE, 28), workers))

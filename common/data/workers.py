@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.data.image_split import ImageSplit, Record
 from common.data.sampler import PADDING, Draw
 from common.errors import UserError
 
@@ -26,8 +27,6 @@ BYTES_AHEAD = 128_000_000
 MOST_DRAWS_AHEAD = 64
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 
-# an encoded image and its label, or why there is none
-Record = tuple[bytes | memoryview, int] | UserError
 Reading = Future[Sequence[Record]]
 
 
@@ -40,13 +39,12 @@ class _Pending(NamedTuple):
 class RecordReader:
     """Yield draws with their records while the next are read; keep a span until its last use.
 
-    ``source`` is a split: ``read_span(first, end)`` returns records by their numbers,
-    ``span_bytes`` their size. At least `DRAWS_AHEAD` draws are ahead, and more of them up to
-    `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records are yielded as errors.
+    At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and
+    `MOST_DRAWS_AHEAD`. Bad records are yielded as errors.
     """
 
-    def __init__(self, source: Any) -> None:
-        self.source = source
+    def __init__(self, split: ImageSplit) -> None:
+        self.split = split
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record]]]:
@@ -75,22 +73,22 @@ class RecordReader:
         if draw.spans is None:
             for part in np.split(indices, range(RECORDS_PER_READ, len(indices), RECORDS_PER_READ)):
                 future = self._pool.submit(self._read_each, part.tolist())
-                nbytes += sum(self.source.span_bytes(index, index + 1) for index in part.tolist())
+                nbytes += sum(self.split.span_bytes(index, index + 1) for index in part.tolist())
                 readings += [(future, number) for number in range(len(part))]
             return _Pending(draw, readings, nbytes)
         # padding is last, and has spans without a sample
         spans = draw.spans.tolist()
         for index, (first, end, is_last) in zip(indices.tolist(), spans, strict=False):
             if first not in held:
-                held[first] = self._pool.submit(self.source.read_span, first, end)
-                nbytes += self.source.span_bytes(first, end)
+                held[first] = self._pool.submit(self.split.read_span, first, end)
+                nbytes += self.split.span_bytes(first, end)
             readings.append((held[first], index - first))
             if is_last:
                 del held[first]
         return _Pending(draw, readings, nbytes)
 
     def _read_each(self, indices: Sequence[int]) -> list[Record]:
-        return [record for index in indices for record in self.source.read_span(index, index + 1)]
+        return [record for index in indices for record in self.split.read_span(index, index + 1)]
 
 
 def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from common.config.plan import DataSummary
 from common.data import image_loaders
-from common.data.image_folder import FolderSplit, list_classes, list_folders
+from common.data.image_folder import list_classes, list_folders
+from common.data.image_split import FolderSplit
 from common.data.loader import Loader
 from common.engine.trainer import Trainer
 from common.engine.upstream import gpc

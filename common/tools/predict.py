@@ -20,7 +20,8 @@ from PIL import UnidentifiedImageError
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
 from common.data.crops import CenterCrop, Normalizer, crop_image
-from common.data.image_folder import MAX_BYTES, UNREADABLE, decode_image, list_files
+from common.data.decoding import MAX_BYTES, UNREADABLE, decode_image
+from common.data.image_folder import list_files
 from common.engine.predictor import Predictor
 from common.errors import UserError
 from common.files import read_bytes, short_path

@@ -1,0 +1,134 @@
+"""What a source of images implements (`ImageSplit`), and the source that is a folder of files."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from common.data.decoding import MAX_BYTES
+from common.data.image_folder import Files, file_state
+from common.errors import UserError
+from common.files import fingerprint_of, read_bytes
+
+# an encoded image and its label, or why there is none
+Record = tuple[bytes | memoryview, int] | UserError
+
+
+class ImageSplit(ABC):
+    """The labelled images of one split of a data set, numbered from 0.
+
+    A source of images implements `fingerprint`, `read` and `fault`, and passes to ``__init__`` what
+    it knows of all images. With that it works with every loader but DALI's, which takes
+    `TFRecordSplit` alone since it needs the image sizes before it decodes. A source that can read
+    consecutive images at once (shards) also overrides `read_span`, `span_bytes` and `block_bounds`;
+    it may then be read in blocks (DATA.order="blocks").
+
+    Threads call the methods concurrently, and worker processes are forked with a copy of the split.
+
+    Attributes:
+        class_names: one name for each label, in the order of the labels.
+        labels: int [N], each image's label, from 0.
+        origin: where the images come from, in words for the user: "val/".
+        held_out: "0.2 by file name" if the validation images of the data set are such a share of
+            its training images, else "".
+    """
+
+    # whether all images are RGB JPEGs to be shown as stored, whatever their EXIF orientation says
+    is_prepared = False
+
+    def __init__(
+        self, class_names: Sequence[str], labels: np.ndarray, origin: str = "", held_out: str = ""
+    ) -> None:
+        self.class_names = class_names
+        self.labels = labels
+        self.origin = origin
+        self.held_out = held_out
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A checksum over the content, wherever it lies; splits of one data set may share it."""
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[bytes | memoryview, int]:
+        """Return the encoded image, as in its file, and its label; raise `fault`'s error."""
+
+    @abstractmethod
+    def fault(self, index: int, reason: object) -> UserError:
+        """Return the error that names an image which cannot be used, the reason and the remedy."""
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether consecutive images are of different classes; block order refuses others.
+
+        Shards of other tools may be sorted by class.
+        """
+        if len(self) < 100:
+            return True
+        equal_by_chance = np.square(np.bincount(self.labels) / len(self)).sum()
+        equal = np.mean(self.labels[1:] == self.labels[:-1])
+        return bool(equal < (1 + equal_by_chance) / 2)  # NumPy's own would be "True" in config.json
+
+    def read_span(self, first: int, end: int) -> list[Record]:
+        """Return what `read` does for images ``first`` to ``end - 1`` of a block, read at once.
+
+        Bad images are returned as errors.
+        """
+        raise NotImplementedError  # for sources without shards, which have no blocks
+
+    def span_bytes(self, first: int, end: int) -> int:
+        """Return the bytes that `read_span` reads; 0 for a source that has no shards."""
+        return 0
+
+    def block_bounds(self, nbytes: int) -> np.ndarray | None:
+        """Return the first image of each block, then N, int64 [blocks + 1]; None without shards.
+
+        A block, or a part of it, is what `read_span` is asked for. It has about ``nbytes`` at most.
+        """
+        return None
+
+
+class FolderSplit(ImageSplit):
+    """Image files below ``root``, of any kind that `decode_image` takes."""
+
+    def __init__(
+        self,
+        root: Path,
+        class_names: Sequence[str],
+        files: Files,
+        origin: str = "",
+        held_out: str = "",
+    ) -> None:
+        labels = np.array([label for _, label in files], np.int64)
+        super().__init__(class_names, labels, origin, held_out)
+        self.root = root
+        # an array: workers would copy a list of a million strings page by page, because counting
+        # references writes to each
+        self._paths = np.array([os.fsencode(path) for path, _ in files])
+
+    def path(self, index: int) -> Path:
+        """Return the path of an image."""
+        return self.root / os.fsdecode(self._paths[index])
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        path = self.path(index)
+        try:
+            return read_bytes(path, MAX_BYTES), int(self.labels[index])
+        except UserError as error:
+            raise self.fault(index, str(error).removeprefix(f"{path}: ")) from error
+
+    def fault(self, index: int, reason: object) -> UserError:
+        return UserError(f"{self.path(index)}: {reason}; remove or replace this image")
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over paths from ``root``, labels and sizes; the files are not read."""
+        files = sorted(zip(map(os.fsdecode, self._paths), self.labels.tolist(), strict=True))
+        described = (f"{label} {file_state(self.root / path)[0]} {path}" for path, label in files)
+        return fingerprint_of(chain(self.class_names, described))

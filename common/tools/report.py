@@ -8,9 +8,10 @@ best, the environment, and the config: the whole of a single run's, and what dif
 of several. --csv prints a row for each run instead, as in results.csv.
 """
 
+import base64
 import csv
+import io
 import itertools
-import json
 import math
 import os
 import re
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
 from common.checkpoint.save import newest_checkpoint
@@ -35,6 +35,7 @@ from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
 from common.metrics.metrics_file import UNPLOTTED, Metrics, read_metrics
+from common.plot import build_figure
 from common.text import counted
 
 ABSENT = "-"
@@ -315,7 +316,6 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 
 def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page."""
-    charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
     ranked, verdict = rank_combinations(runs, {})
     configs = _align([run.about["config"] for run in runs])
     if len(runs) > 1:
@@ -338,8 +338,8 @@ def render(runs: Sequence[RecordedRun]) -> str:
             keys=configs,
             environment=environment,
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
-            # "<" would end the script's element
-            charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
+            charts=collect_charts(runs),
+            colors=color_runs(len(runs)),
         )
     )
 
@@ -384,43 +384,68 @@ def _align(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return table
 
 
-def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return a chart for every metric that the runs have, with a line for each run and kind."""
+def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
+    """Return the title and the picture of every metric that the runs have."""
     losses = " or ".join(dict.fromkeys(name_loss(run.about.get("config", {})) for run in runs))
     names = dict.fromkeys(CHARTS)
     for run in runs:
-        for line in run.metrics:
-            names |= dict.fromkeys(line)
+        for record in run.metrics:
+            names |= dict.fromkeys(record)
     charts = []
     for name in names:
         if name in UNPLOTTED:
             continue
         chart = CHARTS.get(name, Chart(name, from_zero=False))
+        figure, axes = build_figure(4.8, 2.6)
+        kinds = _plot(axes, runs, name, chart.scale)
+        if not kinds:
+            continue
+        if chart.from_zero:
+            axes.set_ylim(bottom=0)
         title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {losses}; evaluation: cross-entropy)"
-        lines = _collect_lines(runs, name, chart.scale)
-        if lines:
-            charts.append(
-                {"name": name, "title": title, "fromZero": chart.from_zero, "lines": lines}
-            )
+        if len(kinds) > 1:
+            title += " (line: train, dots: eval)"
+        charts.append({"title": title, "picture": _encode(figure)})
     return charts
 
 
-def _collect_lines(runs: Sequence[RecordedRun], name: str, scale: float) -> list[dict[str, Any]]:
-    """Return the lines of a metric that have a value; None stands for what is not finite."""
-    lines = []
-    for number, run in enumerate(runs):
+def color_runs(count: int) -> list[str]:
+    """Return a colour for each of ``count`` runs, as HTML names it."""
+    from matplotlib import colormaps, colors  # takes half a second to import
+
+    palette = colormaps["tab10"] if count <= 10 else colormaps["turbo"].resampled(count)
+    return [colors.to_hex(palette(number)) for number in range(count)]
+
+
+def _plot(axes: Any, runs: Sequence[RecordedRun], name: str, scale: float) -> set[str]:
+    """Plot a metric of all runs; return the kinds of records that have a value of it."""
+    kinds = set()
+    for color, run in zip(color_runs(len(runs)), runs, strict=True):
         for kind in ("train", "eval"):
-            measured = [record for record in run.of_kind(kind) if name in record]
+            measured = [record for record in run.of_kind(kind) if record.get(name) is not None]
+            if not measured:
+                continue
+            kinds.add(kind)
             steps = [record["step"] for record in measured]
-            values = [_scale(record[name], scale) for record in measured]
-            if any(value is not None for value in values):
-                lines.append({"run": number, "kind": kind, "x": steps, "y": values})
-    return lines
+            values = [scale * record[name] for record in measured]
+            # a dot for each of a long run's many records would be most of the page
+            has_dots = kind == "eval" or len(measured) < 100
+            axes.plot(steps, values, ".-" if has_dots else "-", color=color, linewidth=1.2)
+    return kinds
 
 
-def _scale(value: float | None, scale: float) -> float | None:
-    if value is None or math.isnan(value):
-        return None
-    return float(f"{value * scale:.6g}")  # a long run has many: six digits keep the page small
+def _encode(figure: Any) -> str:
+    """Return the picture as the address of an image, so that the page holds it."""
+    from matplotlib import rc_context
+
+    (axes,) = figure.axes
+    axes.set_xlabel("optimizer step", color="0.5")
+    # grey is seen on light and on dark pages
+    axes.spines[:].set_color("0.5")
+    axes.tick_params(colors="0.5")
+    svg = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller than outlines
+        figure.savefig(svg, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.getvalue()).decode()}"

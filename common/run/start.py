@@ -20,7 +20,7 @@ from common.checkpoint.resume import (
     note_start,
 )
 from common.config.fields import flatten
-from common.config.plan import Plan
+from common.config.plan import DataSummary, Plan
 from common.data.sampler import window_bytes
 from common.engine.collectives import ask_first_rank
 from common.engine.compiler import explain_compiler
@@ -29,10 +29,11 @@ from common.engine.lost_ranks import progress
 from common.errors import UserError, at_end, explain_errors
 from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes, package_versions
-from common.launch.detect import MPI, detect_launch, init_distributed
+from common.launch.detect import MPI, Launch, detect_launch, init_distributed
 from common.launch.signals import stop_signals
 from common.launchers import LAUNCHERS
 from common.metrics.lr_finder import LearningRateFinder
+from common.metrics.measurement import Measurement
 from common.metrics.profiler import ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
@@ -65,19 +66,13 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             os.environ.pop(variables.rank, None)
     prepared = prepare_run(args, launch, task)
     is_main = launch.rank == 0
-    config = prepared.config
     if args.dry_run:
         if is_main:
             _print_plan(args, prepared, task)
         return None
-    at_end(stop_signals.restore)
-    explain_errors(
-        lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler
-    )
-    has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
-    stop_signals.install(has_parent, progress, config["TIMEOUT"])
-    init_distributed(launch, config, shared_by_ranks(args, prepared))
-    output = output_folder(args, config)
+    _handle_signals_and_errors(launch, prepared)
+    init_distributed(launch, prepared.config, shared_by_ranks(args, prepared))
+    output = output_folder(args, prepared.config)
     at_end(remove_unused, output)
     begin = ask_first_rank(lambda: find_start(output, args, prepared))
     if begin.finished:
@@ -85,34 +80,56 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             print_wrapped(begin.finished)
         return None
-    start_from = begin.checkpoint
-    reading = ask_first_rank(lambda: choose_order(prepared, start_from))
+    reading = ask_first_rank(lambda: choose_order(prepared, begin.checkpoint))
     plan = replace(prepared.plan, order=reading.order)
-    measurement = None
-    if steps := args.find_lr or args.profile:
-        measurement = (LearningRateFinder if args.find_lr else ProfilerHook)(output, steps, is_main)
+    measurement = _build_measurement(args, output, is_main)
+    if measurement:
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
-        plan = replace(
-            plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps)
-        )
-    about = {
+        total = max(steps, plan.total_steps)
+        plan = replace(plan, epochs=steps, last_step=steps, total_steps=total)
+    prepared = prepared._replace(plan=plan)
+    about = _describe_start(args, argv, task, prepared)
+    about |= ask_first_rank(lambda: note_start(about, begin.checkpoint))
+    if is_main:
+        sides = describe_sides(begin.checkpoint or prepared.config["INIT"], prepared.data)
+        instead = measurement.announcement if measurement else ""
+        _announce(args.config, prepared, reading.why, instead, sides)
+    return Run(plan, output, is_main, about, begin.checkpoint, measurement)
+
+
+def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
+    """Stop on signals from now on, and explain errors of memory and compiler."""
+    at_end(stop_signals.restore)
+    explain_errors(
+        lambda error: explain_out_of_memory(error, prepared.config, prepared.plan),
+        explain_compiler,
+    )
+    # a launcher that is killed cannot pass a signal on
+    has_parent = launch.launcher in MPI or "TORCHELASTIC_RUN_ID" in os.environ
+    stop_signals.install(has_parent, progress, prepared.config["TIMEOUT"])
+
+
+def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+    if args.find_lr:
+        return LearningRateFinder(output, args.find_lr, is_main)
+    if args.profile:
+        return ProfilerHook(output, args.profile, is_main)
+    return None
+
+
+def _describe_start(
+    args: argparse.Namespace, argv: list[str], task: Task, prepared: Prepared
+) -> dict[str, Any]:
+    """Return the content of config.json, but for its list of starts."""
+    return {
         "name": Path(args.config).stem,
         "task": task.name,
-        "config": config,
-        "plan": asdict(plan),
+        "config": prepared.config,
+        "plan": asdict(prepared.plan),
+        "init_classes": args.classes or args.class_order,
+        "data": asdict(prepared.data),  # pyright: ignore[reportArgumentType]
+        **describe_run(argv),
     }
-    about["init_classes"] = args.classes or args.class_order
-    about |= {"data": asdict(prepared.data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
-    about |= ask_first_rank(lambda: note_start(about, start_from))
-    if is_main:
-        _announce(
-            args.config,
-            prepared._replace(plan=plan),
-            reading.why,
-            measurement.announcement if measurement else "",
-            describe_sides(start_from or config["INIT"], prepared.data),
-        )
-    return Run(plan, output, is_main, about, start_from, measurement)
 
 
 def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, str]:
@@ -123,11 +140,12 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
     flags = ("world_size", "output", "resume", "allow_change", "find_lr", "profile")
     shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
     shared |= package_versions()
-    if data := prepared.data:
+    data = prepared.data
+    if data:
         shared["data"] = f"{data.train_samples:,} images of fingerprint {data.fingerprint[:12]}"
-    own = ("DATA.root", "DATA.download", "DATA.workers")
+    local = ("DATA.root", "DATA.download", "DATA.workers")
     settings = flatten(prepared.config).items()
-    shared |= {key: value for key, value in settings if key not in own}
+    shared |= {key: value for key, value in settings if key not in local}
     shared["fp16.dtype"] = prepared.plan.dtype  # whose default depends on the device
     return {key: str(value) for key, value in shared.items()}
 
@@ -147,48 +165,54 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
     checkpoint whose replacement was interrupted is put back.
     """
     config, plan, data, _ = prepared
-    if (
-        args.resume in (AUTO, NEVER) and not (output / CONFIG).exists()
-    ):  # an existing run is past its INIT
+    is_new = not (output / CONFIG).exists()
+    if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
         check_init(config, args, data)
     lock_folder(output)
     if args.find_lr or args.profile:
         return Beginning()
     path = choose_checkpoint(args.resume, output)
-    if path is not None:
-        check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
-        check_changes(path, config, output, args.allow_change, plan.last_step)
-        longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
-        if (
-            path.is_relative_to(output)
-            and (step := finished_step(path, plan.last_step)) is not None
-        ):
-            unlock_folder(output)
-            top1 = next(
-                (f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?"
-            )
-            return Beginning(
-                path,
-                f"{output}: this run is finished, at step {step} with top1={top1}; nothing was "
-                f"trained. Extend it with --set {longer}=N (now {config[longer]}), or start "
-                "another with --output DIR",
-            )
-        is_branch = not path.is_relative_to(output)
-        if (step := read_trainer_state(path)["trainer"]["step"]) + is_branch > plan.last_step:
-            raise UserError(
-                f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
-                "raise it"
-            )
-    elif (output / CONFIG).exists() and any(
-        record["step"] >= read_about(output, ConfigFile)["plan"]["last_step"]
-        for record in read_evaluations(output)
-    ):
+    if path is None:
+        if not is_new:
+            _refuse_finished_record(output)
+        return Beginning()
+    check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
+    check_changes(path, config, output, args.allow_change, plan.last_step)
+    longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+    remedy = f"--set {longer}=N (now {config[longer]})"
+    is_branch = not path.is_relative_to(output)
+    finished = None if is_branch else finished_step(path, plan.last_step)
+    if finished is not None:
+        unlock_folder(output)
+        return Beginning(path, _describe_finished(output, finished, remedy))
+    step = read_trainer_state(path)["trainer"]["step"]
+    # a branch has to have a step of its own
+    if step + is_branch > plan.last_step:
         raise UserError(
-            f"{output} holds a finished run without checkpoints, whose record would be "
-            "overwritten; choose another "
-            "--output, or remove it"
+            f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
+            "raise it"
         )
     return Beginning(path)
+
+
+def _describe_finished(output: Path, step: int, remedy: str) -> str:
+    """Return why nothing is trained in the folder of a finished run."""
+    evaluations = read_evaluations(output)
+    top1 = f"{evaluations[-1]['top1']:.4f}" if evaluations else "?"
+    return (
+        f"{output}: this run is finished, at step {step} with top1={top1}; nothing was "
+        f"trained. Extend it with {remedy}, or start another with --output DIR"
+    )
+
+
+def _refuse_finished_record(output: Path) -> None:
+    """Raise `UserError` for a run without checkpoints whose last step was evaluated."""
+    last_step = read_about(output, ConfigFile)["plan"]["last_step"]
+    if any(record["step"] >= last_step for record in read_evaluations(output)):
+        raise UserError(
+            f"{output} holds a finished run without checkpoints, whose record would be "
+            "overwritten; choose another --output, or remove it"
+        )
 
 
 def describe_sides(origin: Any, now: Any) -> str:
@@ -232,56 +256,57 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> Reading:
     if not data or not data.shard_bytes:
         return Reading()
     options = config["DATA"]
+    saved = read_about(start_from)["plan"]["order"] if start_from else None
+    if options["order"]:
+        reading = Reading(options["order"], "set by DATA.order")
+    elif saved:
+        reading = Reading(saved, "as before")
+    else:
+        reading = _fit_order(data)
+    if reading.order == "random":
+        return Reading("random", f"in random order, {reading.why}")
+    window = window_bytes(1e6 * options["block"], options["window"], plan.data_parallel)
+    most = _size(min(data.shard_bytes, window))
+    why = f"in blocks, {reading.why}; holding up to {most} of them per process"
+    return Reading(reading.order, why)
+
+
+def _fit_order(data: DataSummary) -> Reading:
+    """Choose random order for what memory can cache, blocks for more."""
     memory = memory_bytes()
     is_large = data.shard_bytes > memory
-    if order := options["order"]:
-        why = "set by DATA.order"
-    elif saved := start_from and read_about(start_from)["plan"]["order"]:
-        order = saved
-        why = "as before"
-    else:
-        order = "blocks" if is_large and data.is_shuffled else "random"
-        does = "exceed" if is_large else "fit into"
-        why = (
-            f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of "
-            "memory"
-        )
-        why += (
-            " but are sorted by class: prepare them again for large reads"
-            if is_large and order == "random"
-            else ""
-        )
-    if order == "random":
-        return Reading(order, f"in random order, {why}")
-    held = min(
-        data.shard_bytes,
-        window_bytes(1e6 * options["block"], options["window"], plan.data_parallel),
-    )
-    return Reading(order, f"in blocks, {why}; holding up to {_size(held)} of them per process")
+    does = "exceed" if is_large else "fit into"
+    why = f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of memory"
+    if is_large and data.is_shuffled:
+        return Reading("blocks", why)
+    if is_large:
+        # a block of shards sorted by class would have few classes
+        why += " but are sorted by class: prepare them again for large reads"
+    return Reading("random", why)
 
 
 def _size(nbytes: float) -> str:
+    """Return a number of bytes in GB, or of less than a tenth in MB."""
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
+    """Do what --dry-run asks for."""
     config, plan, data, _ = prepared
     notes = {"weights": check_init(config, args, data)}
     if data:
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared).why}
-    elif root := named_root(config):
-        why = (
-            "not read, as DATA.download may write to it"
-            if config["DATA"]["download"]
-            else "not on this machine"
-        )
-        notes["data"] = f"{root} is {why}: times assume {task.train_samples:,} images"
+    elif named_root(config):
+        why = "not on this machine"
+        if config["DATA"]["download"]:
+            why = "not read, as DATA.download may write to it"
+        notes["data"] = f"{named_root(config)} is {why}: times assume {task.train_samples:,} images"
     cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
     is_compared = args.gpus is not None
     print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
 
 
-def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: str) -> None:
+def _announce(name: str, prepared: Prepared, reading: str, instead: str, sides: str) -> None:
     """Print what starts, and warn of what may not be meant."""
     config, plan, data, precision = prepared
     assert data is not None
@@ -296,8 +321,9 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: st
     root = config["DATA"]["root"]
     ignored = os.environ.get("DATA")
     is_ignored = ignored and Path(ignored).expanduser().resolve() != Path(root)
+    schedule = f"{plan.warmup_steps:,} steps of warm-up, then {config['LR_SCHEDULE']}"
     lines = [
-        doing,
+        instead,
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
@@ -307,9 +333,8 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: st
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
-        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after "
-        f"{plan.warmup_steps:,} steps of "
-        f"warm-up, then {config['LR_SCHEDULE']} to {config['MIN_LR']:g}",
+        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {schedule} "
+        f"to {config['MIN_LR']:g}",
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
         reading and f"reading {reading}",
         precision.note,
@@ -319,9 +344,7 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str, sides: st
 
 
 def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Plan) -> str:
-    """Return a line with the largest MICRO_BATCH_SIZE below the plan's that the planner expects to
-    fit.
-    """
+    """Return a line with the largest smaller MICRO_BATCH_SIZE that the planner expects to fit."""
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
     samples = plan.micro_batch * plan.accumulation
@@ -331,8 +354,7 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     if fitting and fitting.fits:
         remedy = (
             f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
-            f"gradient_accumulation={fitting.accumulation} is "
-            "expected to fit, with the same batch"
+            f"gradient_accumulation={fitting.accumulation} is expected to fit, with the same batch"
         )
     return (
         f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} "
@@ -341,9 +363,7 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
 
 
 def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
-    """Return a warning where training is slow without a GPU, with a lower bound of the time of a
-    step.
-    """
+    """Return a warning where training is slow without a GPU, with the least time of a step."""
     if torch.cuda.is_available():
         return ""
     model = config["MODEL"]

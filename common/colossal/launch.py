@@ -13,8 +13,9 @@ from common.engine.groups import join_groups
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54),
-    which needs GPUs.
+    """Return upstream's parser without its default ``--backend nccl``, which needs GPUs.
+
+    legacy/initialize.py:54 has it.
     """
     parser = upstream.get_default_parser()
     parser.set_defaults(backend=None)

@@ -1,4 +1,11 @@
-"""Mixed precision: the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)``."""
+"""Mixed precision: the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)``.
+
+With AMP_TYPE.NAIVE the optimizer's parameters stay float32. In the forward pass each layer casts
+its input and its parameters, computes in half precision, and returns half precision; the loss is
+float32. The cast's backward pass gives float32 gradients, which add up over micro-batches. So
+`Engine.train_step`, tensor parallelism and ZeRO see float32 tensors alone. In 2d, 2.5d and 3d a
+sharded linear layer takes its input's dtype, in which Colossal-AI's product then communicates.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +24,7 @@ from common.hardware import instruction_set, is_fast
 
 
 class Cast(Enum):
-    """What is cast to half precision. The optimizer's parameters stay float32, except with
-    PARAMETERS.
-    """
+    """What is cast to half precision; the optimizer's parameters only with PARAMETERS."""
 
     OPERATIONS = "operations, by autocast"
     LAYERS = "all layers, on half-precision copies of the parameters"
@@ -28,8 +33,9 @@ class Cast(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast to which dtype, the loss scaler, and lines for the user; float32 if ``cast`` is
-    None.
+    """What is cast to which dtype, the loss scaler, and lines for the user.
+
+    Everything is float32 if ``cast`` is None.
     """
 
     cast: Cast | None = None
@@ -39,9 +45,7 @@ class MixedPrecision:
     warning: str | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Cast the parameters or layers of ``model`` in place, unless autocast does it; return the
-        model.
-        """
+        """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither."""
         if self.cast is Cast.PARAMETERS:
             model.to(self.dtype)
         if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
@@ -65,23 +69,23 @@ CASTS = {
 
 
 def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
-    """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device; full
-    precision without a mode.
+    """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device.
 
+    - None, or no mode: full precision.
     - ``AMP_TYPE.TORCH``: autocast. Replaces legacy/amp/torch_amp, which asserts torch 1.x
-      (_grad_scaler.py:130) and
-      fails on CPUs.
+      (_grad_scaler.py:130) and fails on CPUs.
     - ``AMP_TYPE.NAIVE``: layers in half precision, float32 master weights. Replaces
-      legacy/amp/naive_amp, which needs a
-      GPU (_fp16_optimizer.py:82) and clips before unscaling.
+      legacy/amp/naive_amp, which needs a GPU (_fp16_optimizer.py:82) and clips before unscaling.
     - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; same as TORCH), "O2"
-      (same as NAIVE), or
-      "O3" (half precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has
-      removed.
+      (same as NAIVE), or "O3" (half precision throughout, no loss scaling). Replaces apex.amp,
+      which NVIDIA has removed.
 
     ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 if the device supports it, else float16
     on GPUs, full precision on CPUs. Other keys are those of the loss scaler, which only float16
-    uses. Raises KeyError for another mode, which the config's schema refuses before.
+    uses.
+
+    Raises:
+        KeyError: for another mode, which the config's schema refuses before.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
@@ -90,24 +94,30 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
     dtype = _parse_dtype(options.pop("dtype", None), device_type)
     cast = CASTS[opt_level or mode]
-    name = f"fp16: {mode}" + (f" {opt_level}, by PyTorch instead of apex.amp," if opt_level else "")
-    if cast is None or dtype == torch.float32:
-        why = f": this CPU ({instruction_set()}) has no bfloat16 instructions" if cast else ""
-        return MixedPrecision(note=f"{name} in float32{why}")
+    name = f"fp16: {mode}"
+    if opt_level:
+        name += f" {opt_level}, by PyTorch instead of apex.amp,"
+    if cast is None:
+        return MixedPrecision(note=f"{name} in float32")
+    if dtype == torch.float32:
+        why = f"this CPU ({instruction_set()}) has no bfloat16 instructions"
+        return MixedPrecision(note=f"{name} in float32: {why}")
     scaler = None
+    # with O3 the gradients themselves are half precision, which GradScaler refuses to unscale
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
-    warning = None
-    if device_type == "cpu" and not is_fast(name_dtype(dtype)):  # so it was set explicitly
-        default = name_dtype(_parse_dtype(None, "cpu"))
-        warning = (
-            f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no "
-            "instructions for it; "
-            "training can be hundreds of times slower than in float32. Omit dtype to compute in "
-            f"{default}"
-        )
-    return MixedPrecision(
-        cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning
+    note = f"{name} in {name_dtype(dtype)}: {cast.value}"
+    return MixedPrecision(cast, dtype, scaler, note, _warn_of_slowness(dtype, device_type))
+
+
+def _warn_of_slowness(dtype: torch.dtype, device_type: str) -> str | None:
+    """Return a warning if ``dtype`` was set explicitly on a CPU without instructions for it."""
+    if device_type != "cpu" or is_fast(name_dtype(dtype)):
+        return None
+    return (
+        f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no "
+        "instructions for it; training can be hundreds of times slower than in float32. Omit "
+        f"dtype to compute in {name_dtype(_parse_dtype(None, 'cpu'))}"
     )
 
 
@@ -122,20 +132,18 @@ def name_dtype(dtype: torch.dtype | str) -> str:
 
 
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
-    if dtype is None:
-        if device_type == "cuda":
-            is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (
-                8,
-                0,
-            )  # before Ampere
-            return torch.float16 if is_old else torch.bfloat16
+    """Return ``dtype`` or its name as a dtype; for None the fastest that the device has."""
+    if dtype is not None:
+        return getattr(torch, name_dtype(dtype))
+    if device_type == "cpu":
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
-    return getattr(torch, name_dtype(dtype))
+    # GPUs before Ampere emulate bfloat16; a planner without a GPU plans for a recent one
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if is_old else torch.bfloat16
 
 
 def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make every layer of ``model`` compute in ``dtype`` on casts of its float32 parameters, the
-    master weights.
+    """Make every layer of ``model`` compute in ``dtype`` on casts of its float32 parameters.
 
     Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) casts the model itself: its parameters are
     then not those of the optimizer, and gradients are accumulated over micro-batches in half
@@ -153,39 +161,39 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast a floating-point tensor, or those of a tuple."""
     if isinstance(value, tuple):
-        return tuple(_cast(one, dtype) for one in value)
+        return tuple(_cast(item, dtype) for item in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _forward_in_own_type(
     layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor
 ) -> Tensor:
-    """Normalize in the dtype of the parameters and running statistics, which must be the same."""
-    own_dtype = next(
-        (tensor.dtype for tensor in (*layer.parameters(), *layer.buffers())), torch.float32
-    )
+    """Normalize in the dtype of a batch norm's parameters and running statistics.
+
+    They must have the same dtype, and half-precision statistics would be too coarse.
+    """
+    tensors = (*layer.parameters(), *layer.buffers())
+    own_dtype = tensors[0].dtype if tensors else torch.float32
     return forward(inputs.to(own_dtype)).to(dtype)
 
 
 def _forward_on_copies(
     layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any
 ) -> Any:
-    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in
-    backward.
+    """Call ``forward`` on casts of a layer's parameters and buffers, and of its children's.
 
-    Those of its children are cast too: a layer may use their parameters and buffers itself, as
-    timm's BEiT and torch's MultiheadAttention.
+    A layer may use its children's itself, as timm's BEiT and torch's MultiheadAttention. The casts
+    are made in each call, because checkpointed layers run again in the backward pass.
     """
-    layers = [
-        layer,
-        *(one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear))),
-    ]
-    held: list[dict[str, Any]] = [of for one in layers for of in (one._parameters, one._buffers)]
-    masters = [dict(of) for of in held]
-    for of in held:
-        of.update({name: _cast(value, dtype) for name, value in of.items()})
+    children = [one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear))]
+    tables: list[dict[str, Any]] = []
+    for module in (layer, *children):
+        tables += [module._parameters, module._buffers]
+    originals = [dict(table) for table in tables]
+    for table in tables:
+        table.update({name: _cast(value, dtype) for name, value in table.items()})
     try:
         return _cast(forward(*_cast(inputs, dtype), **named_inputs), dtype)
     finally:
-        for of, own in zip(held, masters, strict=True):
-            of.update(own)
+        for table, original in zip(tables, originals, strict=True):
+            table.update(original)

@@ -12,7 +12,7 @@ Answer = TypeVar("Answer")
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the ``value`` of each rank, in their order."""
+    """Return the ``value`` of each rank, in their order; every rank must call it."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))

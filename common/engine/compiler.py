@@ -20,10 +20,9 @@ GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
 def check_compile(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's
-    autograd functions.
-    """
+    """Raise `UserError` for a tensor-parallel model that is to be compiled."""
     asked = config.get("COMPILE")
+    # whose matrix products are Colossal-AI's autograd functions
     if asked and config["parallel"]["tensor"]["size"] > 1:
         raise UserError(
             f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor "
@@ -32,15 +31,15 @@ def check_compile(config: Mapping[str, Any]) -> None:
 
 
 def should_compile(asked: bool | str | None, device_type: str) -> bool:
-    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without
-    tensor parallelism.
+    """Return whether to compile a model, from the config's ``COMPILE``.
 
-    Raises `UserError` as `check_compile` does. Warns if no compiler is available.
+    Default: on GPUs without tensor parallelism. Raises `UserError` as `check_compile` does. Warns
+    if no compiler is available.
     """
     check_compile(gpc.config)
-    if asked is False or (
-        asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")
-    ):
+    if asked is None:
+        asked = device_type == "cuda" and gpc.get_world_size(ParallelMode.TENSOR) == 1
+    if not asked:
         return False
     missing = _missing(device_type)
     if missing and is_first_process():
@@ -49,13 +48,12 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
 
 
 def _missing(device_type: str) -> str:
-    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if
-    nothing.
-    """
-    variable, language, usual = (
-        ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
-    )
-    compilers = [os.environ[variable]] if variable in os.environ else usual
+    """Return what inductor (C++) or Triton (C, on GPUs) lacks to build its code, or ""."""
+    variable = "CC" if device_type == "cuda" else "CXX"
+    language = "C" if device_type == "cuda" else "C++"
+    compilers = ["gcc", "clang"] if device_type == "cuda" else ["g++"]
+    if variable in os.environ:
+        compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)):
         return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -63,9 +61,7 @@ def _missing(device_type: str) -> str:
 
 
 def explain_compiler(error: Exception) -> str:
-    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any
-    other.
-    """
+    """Return what to do about an ``error`` of dynamo, inductor or Triton; "" for any other."""
     if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton.")):
         return ""
     return (
@@ -85,13 +81,12 @@ def compile_model(
     matrix product and takes the fastest, without CUDA graphs: one graph for all blocks would be
     recorded anew for the weights of each.
     """
-    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops
-    # compiling
+    # With AMP_TYPE.NAIVE every block is compiled separately, and beyond the limit dynamo stops.
     blocks = list(getattr(model, "blocks", [model]))
     limit = GRAPHS_PER_BLOCK * len(blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with
-    # communication
+    # Graphs are not split where DDP's buckets end: a block's is small enough to overlap with the
+    # communication of the one before.
     torch._dynamo.config.optimize_ddp = False
     mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
     for part in [model] if how == "model" else blocks:

@@ -1,6 +1,4 @@
-"""The engine: model, loss and optimizer, set up for the process groups, precision and compiler of
-the config.
-"""
+"""The engine: model, loss and optimizer in the parallel mode and precision of the config."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -62,8 +60,9 @@ class Engine(UpstreamEngine):
         optimizer = self.optimizer
         optimizer.zero_grad()
         for number in range(optimizer.accumulation):
-            # Upstream's schedule calls the model, the criterion and `backward`. Gradients add up;
-            # data-parallel ranks average them in the backward pass of the last micro-batch.
+            # Upstream's schedule calls the model (`__call__`), the criterion and `backward`.
+            # Gradients add up; data-parallel ranks average them in the backward pass of the last
+            # micro-batch.
             result = self.execute_schedule(batches, return_output_label=returns_output)
             if number < optimizer.accumulation - 1:
                 yield result
@@ -78,21 +77,22 @@ class Engine(UpstreamEngine):
         yield result
 
     def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` over the number of micro-batches in a step."""
         self.on_phase("backward")
         super().backward(loss)
         self.on_phase("rest")
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        model: Any = self.model
         if self.training:
             self.on_phase("forward")
-        model: Any = self.model
-        is_ddp = isinstance(model, DistributedDataParallel)
-        skips_sync = is_ddp and not self.optimizer.completes_step
+        is_last = self.optimizer.completes_step
+        skips_sync = isinstance(model, DistributedDataParallel) and not is_last
         if skips_sync and model.static_graph:
-            # recorded in a first pass, which must not skip the all-reduce
+            # DDP records a static graph in its first pass, which must not skip the all-reduce
             skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
-            set_communication(self.model, model.training, self.optimizer.completes_step)
+            set_communication(self.model, model.training, is_last)
         with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):
             output = model(*inputs, **named_inputs)
         return tree_map_only(Tensor, _in_float32, output)
@@ -143,17 +143,19 @@ def initialize(
     ophooks: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
-    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``,
-    after a launch.
+    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
 
-    Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``MAX_SKIPPED``,
-    ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads
-    ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel rank its own random
-    numbers.
+    Call it after a launch. Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``,
+    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and
+    ``cudnn_deterministic``; the engine also reads ``zero`` if `shard_model` sharded the model by
+    it. Gives each data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, whose ``verbose`` has no effect: nothing is printed.
-    `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it. Raises `UserError` for
-    ``ophooks``, and for a ``parallel`` or ``zero`` that `shard_model` has not applied to ``model``.
+    `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
+
+    Raises:
+        UserError: for ``ophooks``, and for a ``parallel`` or ``zero`` that `shard_model` has not
+            applied to ``model``, or an optimizer that does not fit them.
     """
     if ophooks:
         raise UserError(
@@ -161,34 +163,24 @@ def initialize(
             "use PyTorch's module hooks"
         )
     config = gpc.config
-    check_sharded(model, config)
+    _check_sharded(model, optimizer, config)
     set_backends(config)
     device = get_accelerator().get_current_device()
-    accumulation = config.get("gradient_accumulation") or 1
-    precision = build_mixed_precision(config.get("fp16"), device.type)
     if not isinstance(model, FSDPModule):
         model.to(device)
+    precision = build_mixed_precision(config.get("fp16"), device.type)
     precision.apply(model)
+    accumulation = config.get("gradient_accumulation") or 1
     step_optimizer = StepOptimizer(
         optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED)
     )
     step_optimizer.max_norm = config.get("clip_grad_norm") or 0.0
     step_optimizer.statistics = [
-        b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()
+        buffer.flatten() for buffer in kept_buffers(model).values() if buffer.is_floating_point()
     ]
-    if isinstance(optimizer, Lamb) and is_sharded(step_optimizer.parameters):
-        raise UserError(
-            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "
-            "common.optim.build"
-        )
-    if isinstance(model, FSDPModule) and not all(
-        hasattr(p, "source") for p in step_optimizer.parameters
-    ):
-        raise UserError(
-            "zero: give the optimizer named_shards(model).values(), as build_optimizer does"
-        )
-    if should_compile(how := config.get("COMPILE", False), device.type):
-        compile_model(model, how)
+    compiles = config.get("COMPILE", False)
+    if should_compile(compiles, device.type):
+        compile_model(model, compiles)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _average_gradients(model, config),
@@ -206,14 +198,13 @@ def initialize(
     return engine, train_dataloader, test_dataloader, schedule
 
 
-def check_sharded(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Raise `UserError` if ``model`` is not sharded, but the launch's ``parallel`` or ``zero`` is
-    to shard it.
-    """
+def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` if ``parallel`` or ``zero`` is not in force in model and optimizer."""
     size = gpc.get_world_size(ParallelMode.TENSOR)
     zero = gpc.get_world_size(ParallelMode.DATA) > 1 and config.get("zero")
+    has_shards = is_sharded(named_shards(model).values())
     unsharded = {
-        f"parallel.tensor.size={size}": size > 1 and not is_sharded(named_shards(model).values()),
+        f"parallel.tensor.size={size}": size > 1 and not has_shards,
         f"zero={zero}": zero and not isinstance(model, FSDPModule),
     }
     for key, is_wrong in unsharded.items():
@@ -222,19 +213,27 @@ def check_sharded(model: nn.Module, config: Mapping[str, Any]) -> None:
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"
             )
+    if isinstance(optimizer, Lamb) and has_shards:
+        raise UserError(
+            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "
+            "common.optim.build"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(model, FSDPModule) and not all(hasattr(p, "source") for p in parameters):
+        raise UserError(
+            "zero: give the optimizer named_shards(model).values(), as build_optimizer does"
+        )
 
 
 def set_backends(config: Mapping[str, Any]) -> None:
     """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config."""
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    allows_tf32 = config.get(
-        "TF32", True
-    )  # in matrix products and convolutions, whose defaults differ
+    # in matrix products and convolutions, whose defaults differ in PyTorch
+    allows_tf32 = config.get("TF32", True)
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = (
-        allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
-    )
+    # not cudnn.conv.fp32_precision, after which torch.export fails
+    torch.backends.cudnn.allow_tf32 = allows_tf32
 
 
 def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:

@@ -23,15 +23,16 @@ from common.engine.upstream import (
     upstream_launch,
 )
 
-DATA_PARALLEL_SEED_STRIDE = 2**20
+DATA_PARALLEL_SEED_STRIDE = 2**20  # so that SEED and SEED + 1 share no stream
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
 NCCL_GRACE = 120.0
 
 
 class RepairedContext(ParallelContext):
-    """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs
-    and GPUs alike.
+    """Upstream's context, which starts, seeds and stops on CPUs and GPUs alike.
+
+    Upstream's is `ParallelContext` (legacy/context/parallel_context.py).
 
     Attributes:
         watcher: names lost ranks; None without a timeout.
@@ -54,7 +55,7 @@ class RepairedContext(ParallelContext):
     def init_global_dist(
         self, rank: int, world_size: int, backend: str, host: str, port: int
     ) -> None:
-        """Join the default process group; a single process or a fake launch needs no host and port.
+        """Join the default process group; one process or a fake launch needs no host and port.
 
         Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4
         accepts for IPv6 only, and keeps the device found at import, which a forked process may not
@@ -76,6 +77,7 @@ class RepairedContext(ParallelContext):
             timeout=self.timeout_of(backend),
         )
         ranks = list(range(world_size))
+        # for Python objects, which NCCL would send through GPU memory
         cpu_group = None
         if backend not in ("gloo", "fake"):
             cpu_group = dist.new_group(ranks, timeout=self.timeout_of("gloo"), backend="gloo")
@@ -85,30 +87,30 @@ class RepairedContext(ParallelContext):
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
-        """Create the groups of ``parallel`` with `timeout_of` their backend (groups do not inherit
-        the timeout).
+        """Create the groups of ``parallel``, with the timeout, which groups do not inherit.
 
         Upstream (parallel_context.py:450) fills missing keys of ``parallel`` from the process's
         previous launch.
         """
         config: Any = self.config
-        config.parallel = Config(
-            resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL))
-        )
+        world_size = self.get_world_size(ParallelMode.GLOBAL)
+        config.parallel = Config(resolve_parallel(config.get("parallel"), world_size))
         new_group = dist.new_group
 
         def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | int:
             return new_group(ranks, self.timeout_of(backend or dist.get_backend()), backend)
 
+        # upstream's initializers of groups call dist.new_group, each in its own file
         with mock.patch.object(dist, "new_group", with_timeout):
             super().init_parallel_groups()
 
     def set_seed(self, seed: int) -> None:
-        """Seed all generators; upstream's seeds per parallel mode (parallel_context.py:550) are for
-        its own layers.
+        """Seed all generators.
+
+        Upstream's seeds per parallel mode (parallel_context.py:550) are for its own layers.
         """
         random.seed(seed)
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # NumPy takes no more
         torch.manual_seed(seed)
         self._seed = seed
 
@@ -118,9 +120,8 @@ class RepairedContext(ParallelContext):
         Upstream uses the same masks on all data-parallel ranks.
         """
         device = torch.cuda if torch.cuda.is_available() else torch
-        device.manual_seed(
-            self._seed + DATA_PARALLEL_SEED_STRIDE * (1 + self.get_local_rank(ParallelMode.DATA))
-        )
+        number = 1 + self.get_local_rank(ParallelMode.DATA)
+        device.manual_seed(self._seed + DATA_PARALLEL_SEED_STRIDE * number)
 
     def destroy(self) -> None:
         """Leave all groups and reset the context for another launch.
@@ -142,6 +143,7 @@ class RepairedContext(ParallelContext):
         self._config = self.watcher = None
 
 
+# Upstream's modules have imported the object, so that it changes its class rather than its name.
 gpc.__class__ = RepairedContext
 
 

@@ -4,7 +4,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from colossalai.legacy.trainer.hooks import *  # noqa: F403, `upstream` has imported it without its log lines
+
+# without log lines, since `upstream` has imported these modules
+from colossalai.legacy.trainer.hooks import *  # noqa: F403
 from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
 from torch import nn
 
@@ -19,11 +21,11 @@ def report_memory_usage(message: str, logger: Any) -> None:
 
 
 def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
-    """Write the epoch and the full model; upstream's (legacy/utils/checkpointing.py:165) writes
-    rank 0's shards.
+    """Write the epoch and the full model.
 
-    Its names have no ``module.`` in front, which DDP adds.
+    Upstream's (legacy/utils/checkpointing.py:165) writes rank 0's shards.
     """
+    # DDP's names would begin with "module."
     model = getattr(model, "module", model)
     full = dict(full_model_state(model))
     if gpc.get_global_rank() == 0:
@@ -31,17 +33,14 @@ def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
 
 
 def repair_hooks() -> None:
-    """Let upstream's hooks call the functions above."""
+    """Let upstream's hooks call the functions above, and read metrics more than once."""
     _log_hook.report_memory_usage = report_memory_usage
     _checkpoint_hook.save_checkpoint = save_checkpoint
     LossHook.needs_test_loss = True  # noqa: F405
-    for metric in (
-        _metric_hook.LossMetric,
-        _metric_hook.ThroughputMetric,
-    ):  # whose totals change when they are read
-        metric.get_accumulated_value = lambda self, read=metric.get_accumulated_value: read(
-            deepcopy(self)
-        )
+    # their totals change when they are read (legacy/trainer/hooks/_metric_hook.py), so of a copy
+    for metric in (_metric_hook.LossMetric, _metric_hook.ThroughputMetric):
+        read = metric.get_accumulated_value
+        metric.get_accumulated_value = lambda self, read=read: read(deepcopy(self))
 
 
 repair_hooks()

@@ -8,9 +8,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -43,8 +44,7 @@ def progress() -> int:
 
 
 class Watcher:
-    """A thread that ends this process if a rank is lost, or after ``timeout`` seconds without
-    progress.
+    """A thread that ends this process if a rank is lost, or if it makes no progress.
 
     A rank whose collective fails, or that makes no progress, asks all ranks in the store of the
     launch. Their threads answer, whatever the processes wait for; a rank that does not answer is
@@ -53,6 +53,7 @@ class Watcher:
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
+        """Watch one rank; ``timeout``: seconds without progress after which it is lost."""
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
@@ -61,9 +62,8 @@ class Watcher:
         self.woken = threading.Event()
 
     def start(self, store: dist.Store) -> None:
-        """Start the thread, with a connection of its own: a wait on ``store`` blocks all who share
-        it.
-        """
+        """Start the thread."""
+        # a connection of its own, since a wait on ``store`` blocks all who share it
         self.store = store.clone()
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self.thread.start()
@@ -75,19 +75,22 @@ class Watcher:
         self.thread.join(ANSWER + 3 * POLL)
 
     def await_verdict(self, error: Exception) -> str:
-        """Return the message about lost ranks after a failed collective; "" if its ``error`` says
-        more.
-        """
+        """Return the line about lost ranks after a failed collective; "" if ``error`` says more."""
         self.stop("failed")
         if self.thread.is_alive():
+            # it waits for the store, which rank 0 serves
             return self._describe("0")
         return self.verdict or (self._describe("") if "Timed out" in str(error) else "")
 
     def _run(self) -> None:
-        seen, still = -1, 0.0  # the time in which the process is suspended does not count
-        while self.state == "running" and still < self.timeout and not self._is_asked():
+        """Wait until a rank is lost or the run is closed; report, and end the process."""
+        seen = -1
+        idle = 0.0  # counted, not timed: the time in which the process is suspended is no fault
+        while self.state == "running" and idle < self.timeout and not self._is_asked():
             self.woken.wait(POLL)
-            seen, still = progress(), still + POLL if seen == progress() else 0.0
+            now = progress()
+            idle = idle + POLL if seen == now else 0.0
+            seen = now
         if self.state == "closed":
             return
         missing = self._find_missing()
@@ -97,6 +100,7 @@ class Watcher:
                 faulthandler.dump_traceback()
             with suppress(OSError):  # stderr is closed
                 os.write(2, f"error: {self._describe(missing)}\n".encode())
+            # not sys.exit: the main thread may wait in C++ for ever
             os._exit(2)
 
     def _is_asked(self) -> bool:
@@ -113,15 +117,16 @@ class Watcher:
             missing = _await_keys(self.store, keys, ANSWER, self.rank)
         except RuntimeError:
             return "0"
-        time.sleep(2 * POLL if self.rank == 0 else 0)  # it may serve the store
+        if self.rank == 0:
+            # it may serve the store, in which the others still look
+            time.sleep(2 * POLL)
         return missing
 
     def _describe(self, missing: str) -> str:
-        lost = (
-            f"rank {missing} is missing, see its output"
-            if missing
-            else f"one hangs (TIMEOUT={self.timeout:g})"
-        )
+        """Return the line for the user; ``missing`` is "" if all ranks answered."""
+        lost = f"one hangs (TIMEOUT={self.timeout:g})"
+        if missing:
+            lost = f"rank {missing} is missing, see its output"
         return (
             f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_phase!r}; rerun "
             "the command to resume"
@@ -140,10 +145,10 @@ def naming_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if gpc.watcher is None:
             raise
-        if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
-            atexit.register(
-                _exit
-            )  # runs after all threads, such as the checkpoint writer, and the error's line
+        if dist.get_backend() == "nccl":
+            # Its clean-up would wait for kernels that never end. The function runs after the
+            # error's line and all threads, such as the checkpoint writer.
+            atexit.register(_exit)
         is_lost_connection = (
             isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
         )
@@ -155,10 +160,10 @@ def naming_lost_ranks() -> Iterator[None]:
 
 
 def _exit() -> None:
+    """End the process at once, with the status that it would have."""
     sys.stdout.flush()
-    os._exit(
-        1 if hasattr(sys, "last_value") else 2
-    )  # which Python sets where it prints a traceback
+    # Python sets last_value where it prints a traceback
+    os._exit(1 if hasattr(sys, "last_value") else 2)
 
 
 def open_store(
@@ -172,19 +177,15 @@ def open_store(
 ) -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
-    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises
-    `UserError` without a host or port, with the ranks that do not join within ``timeout`` seconds,
-    and with what differs in ``shared``; `RankError` if rank 0 is not there, or another run's.
+    Raises:
+        UserError: without a host or port, with the ranks that do not join within ``timeout``
+            seconds, and with what differs in ``shared``.
+        RankError: if rank 0 is not there, or another run's.
     """
     address = f"--host={host} --port={port}"
     if not host or not 0 < (port or 0) < 2**16:
         raise UserError(f"{address}: set them to the first node, and a free port on it")
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in psutil.net_if_addrs():
-            raise RankError(
-                f"GLOO_SOCKET_IFNAME={name}: this host has no such interface, but "
-                f"{', '.join(psutil.net_if_addrs())}"
-            )
+    _check_interfaces()
     host = host.strip("[]")  # of an IPv6 address in a URL
     try:
         own_address = _source_address(host)
@@ -192,24 +193,15 @@ def open_store(
         raise RankError(f"{address}: {error}; give a name or address of rank 0's host") from error
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not has_agent
-    options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     late = threading.Timer(LATE, _say_late, ("0", world_size, f" at {address}"))
     late.daemon = True
     late.start()
     try:
-        if serves:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            bound = host if host.startswith(LOOPBACKS) else ""
-            takes_both = (
-                family == socket.AF_INET6
-            )  # the others may know an IPv4 address of this host
-            server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
-            options["master_listen_fd"] = server.detach()
-        store = dist.TCPStore(host, port, is_master=serves, **options)
-        if has_agent:  # which may serve several attempts of the same run
-            store = dist.PrefixStore(
-                f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
-            )
+        store: dist.Store = _connect(host, port, serves, timeout)
+        if has_agent:
+            # which may serve several attempts of the same run
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt {attempt}", store)
         elif store.add(f"joined/{rank}", 1) > 1:
             raise RankError(
                 f"{address}: rank {rank} of a run has joined there before; start another run on "
@@ -218,18 +210,52 @@ def open_store(
         late.cancel()
         _meet(store, rank, world_size, timeout, backend, own_address, shared)
     except (OSError, dist.DistError) as error:
-        why = (
-            str(error).splitlines()[0]
-            if serves
-            else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
-        )
+        why = f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
+        if serves:
+            why = str(error).splitlines()[0]
         raise RankError(f"{address}: {why}") from error
     except UserError:
-        time.sleep(2 * POLL if rank == 0 else 0)  # it may serve the store
+        if rank == 0:
+            # it may serve the store, in which the others still look
+            time.sleep(2 * POLL)
         raise
     finally:
         late.cancel()
     return store
+
+
+def _check_interfaces() -> None:
+    """Raise `RankError` if GLOO_SOCKET_IFNAME names an interface that this host lacks."""
+    interfaces = psutil.net_if_addrs()
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in interfaces:
+            raise RankError(
+                f"GLOO_SOCKET_IFNAME={name}: this host has no such interface, but "
+                f"{', '.join(interfaces)}"
+            )
+
+
+def _connect(host: str, port: int, serves: bool, timeout: float) -> dist.TCPStore:
+    """Return a connection to the store, which this process ``serves`` or another.
+
+    If ``host`` is the loopback interface, it listens on that only (PyTorch: on all).
+    """
+    options: dict[str, Any] = {}
+    if serves:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = host if host.startswith(LOOPBACKS) else ""
+        # the others may know an IPv4 address of this host
+        takes_both = family == socket.AF_INET6
+        server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
+        options["master_listen_fd"] = server.detach()
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        **options,
+    )
 
 
 def _meet(
@@ -238,25 +264,22 @@ def _meet(
     world_size: int,
     seconds: float,
     backend: str,
-    address: str,
+    own_address: str,
     shared: Mapping[str, str],
 ) -> None:
-    """Wait for all ranks, check that backends and ``shared`` are the same, choose gloo's interface.
-
-    gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is
-    set. PyTorch's default, the address of the host name, is 127.0.1.1 on Debian.
-    """
+    """Wait for all ranks, check that backends and ``shared`` are equal, choose gloo's interface."""
     keys = [f"here/{other}" for other in range(world_size)]
     text = json.dumps(shared)
+    # the whole text only for a message: a rank reads all digests, but at most two texts
     store.set(f"shared/{rank}", text)
-    store.set(keys[rank], f"{backend} {address} {fingerprint_of([text])}")
-    if absent := _await_keys(store, keys, seconds, rank):
+    store.set(keys[rank], f"{backend} {own_address} {fingerprint_of([text])}")
+    absent = _await_keys(store, keys, seconds, rank)
+    if absent:
         raise UserError(
             f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)"
         )
-    backends, addresses, digests = zip(
-        *(words.decode().split(" ") for words in store.multi_get(keys)), strict=True
-    )
+    answers = [words.decode().split(" ") for words in store.multi_get(keys)]
+    backends, addresses, digests = zip(*answers, strict=True)
     if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
         on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
         raise UserError(
@@ -265,31 +288,46 @@ def _meet(
         )
     for other, digest in enumerate(digests):
         if digest != digests[0]:
-            first, its = (json.loads(store.get(f"shared/{number}")) for number in (0, other))
-            differences = [
-                f"{name}={its.get(name)} (rank 0: {value})"
-                for name, value in first.items()
-                if its.get(name) != value
-            ]
-            raise UserError(
-                f"rank {other} was started with {', '.join(differences[:3])}; all ranks of a run "
-                "need the same, runs of one process each --world_size 1"
-            )
-    if address.startswith(
-        LOOPBACKS
-    ):  # this machine's /etc/hosts maps the name to it, or all processes are here
-        address = next(
-            (_source_address(other) for other in addresses if not other.startswith(LOOPBACKS)),
-            address,
-        )
-    held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
-    if address in held and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.environ["GLOO_SOCKET_IFNAME"] = held[address]
+            _raise_difference(store, other)
+    _choose_interface(own_address, addresses)
+
+
+def _raise_difference(store: dist.Store, rank: int) -> NoReturn:
+    """Raise `UserError` with what differs between ``rank`` and rank 0."""
+    first = json.loads(store.get("shared/0"))
+    other = json.loads(store.get(f"shared/{rank}"))
+    differences = [
+        f"{name}={other.get(name)} (rank 0: {value})"
+        for name, value in first.items()
+        if other.get(name) != value
+    ]
+    raise UserError(
+        f"rank {rank} was started with {', '.join(differences[:3])}; all ranks of a run need the "
+        "same, runs of one process each --world_size 1"
+    )
+
+
+def _choose_interface(own_address: str, addresses: Iterable[str]) -> None:
+    """Let gloo bind the interface with the route to the other processes.
+
+    PyTorch's default, the address of the host name, is 127.0.1.1 on Debian.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    if own_address.startswith(LOOPBACKS):
+        # this machine's /etc/hosts maps the name to it, unless all processes are on it
+        elsewhere = [other for other in addresses if not other.startswith(LOOPBACKS)]
+        if elsewhere:
+            own_address = _source_address(elsewhere[0])
+    for name, items in psutil.net_if_addrs().items():
+        if own_address in [item.address for item in items]:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _await_keys(store: dist.Store, keys: list[str], seconds: float, rank: int) -> str:
-    """Wait until the store has a key of each rank; return the ranks that set none within
-    ``seconds``. After `LATE` seconds, rank 0, or all in its absence, print them.
+    """Wait until the store has a key of each rank; return the ranks that set none in ``seconds``.
+
+    After `LATE` seconds, rank 0, or all in its absence, print them.
     """
     start = time.monotonic()
     is_late = False
@@ -307,6 +345,7 @@ def _await_keys(store: dist.Store, keys: list[str], seconds: float, rank: int) -
 
 
 def _say_late(absent: str, world_size: int, where: str = "") -> None:
+    """Print which ranks are late, and which variables may have made this process wait for them."""
     line = f"waiting for rank {absent} of {world_size} processes{where}, for {LATE:g} s so far"
     for names in LAUNCHERS.values():
         if os.environ.get(names.rank) and os.environ.get(names.world_size):

@@ -18,9 +18,7 @@ class Predictor:
     """Map images on any device to float32 logits on ``device``."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Move ``model`` in place to this process's device and to the precision of ``config``
-        (``fp16``, ``TF32``).
-        """
+        """Move ``model`` to this process's device and the precision of ``config``, in place."""
         limit_threads()
         set_backends(config)
         self.device = get_accelerator().get_current_device()

@@ -23,11 +23,11 @@ class SkipCounter:
     """Count skipped updates on ``device``: total skipped, current streak, longest streak."""
 
     def __init__(self, device: torch.device):
+        # a GPU's counters are read rarely: each read waits for all that it has to do
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
-        self.total, self.streak, self.longest = torch.zeros(
-            3, dtype=torch.int64, device=device
-        ).unbind()
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = self.streak = self.longest = zero
 
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
@@ -38,9 +38,7 @@ class SkipCounter:
         self.longest = torch.maximum(self.longest, self.streak)
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether a streak was longer than ``limit``; on a GPU, checked only every
-        `CHECK_EVERY` updates.
-        """
+        """Return whether a streak was longer than ``limit``; False between two checks."""
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
@@ -57,9 +55,7 @@ class SkipCounter:
 
 
 class OncePerStep:
-    """``schedule``, whose `step` acts once per optimizer step although a loop calls it for every
-    micro-batch.
-    """
+    """A schedule whose `step` acts once per optimizer step, if called for every micro-batch."""
 
     def __init__(self, schedule: LRScheduler, optimizer: "StepOptimizer"):
         self.schedule = schedule
@@ -92,8 +88,8 @@ class StepOptimizer(OptimizerWrapper):
 
     - multiply all gradients by 0 when no clipping is configured (interface/optimizer.py:123),
     - clip the partial sums of each micro-batch
-      (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65
-      defines ``clip_grad_norm``, but the engine calls ``clip_grad_by_norm``), and
+      (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65 defines
+      ``clip_grad_norm``, but the engine calls ``clip_grad_by_norm``), and
     - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, by the same mistake).
     """
 
@@ -104,7 +100,7 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulation = accumulation
         self.scaler = scaler
         self.max_skipped = max_skipped
-        self.max_norm = 0.0  # of a gradient, if above 0
+        self.max_norm = 0.0  # to which gradients are clipped, if above 0
         self.accumulated = 0  # micro-batches of the current step
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
@@ -124,6 +120,7 @@ class StepOptimizer(OptimizerWrapper):
     def zero_grad(self) -> None:
         if self.accumulated == 0:
             self.optim.zero_grad()
+            # the forward passes of the step may spoil them
             if self.statistics:
                 self.before = torch.cat(self.statistics)
 
@@ -140,6 +137,7 @@ class StepOptimizer(OptimizerWrapper):
         gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
+        # the smallest parameter with an element: with ``zero`` a rank's shard may be empty
         smallest = min(self.parameters, key=lambda parameter: parameter.numel() or math.inf)
         return factor * smallest.flatten()[:1].sum()
 
@@ -162,7 +160,7 @@ class StepOptimizer(OptimizerWrapper):
     def update(self) -> None:
         """Update the weights, or skip the update if ``grad_norm`` is not finite."""
         self.accumulated = 0
-        found_inf = (~self.grad_norm.isfinite()).float()
+        found_inf = (~self.grad_norm.isfinite()).float()  # stays on the device
         self._step_unless(found_inf)
         if self.statistics:
             self._restore_statistics()
@@ -186,6 +184,7 @@ class StepOptimizer(OptimizerWrapper):
     def _step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
         if getattr(self.optim, "_step_supports_amp_scaling", False):
+            # not by GradScaler.step, which knows only this rank's overflows
             self.optim.found_inf = found_inf
             self.optim.step()
             del self.optim.found_inf
@@ -225,12 +224,9 @@ class StepOptimizer(OptimizerWrapper):
         self.update()
 
     def step_state(self) -> dict[str, Any]:
-        """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the
-        device.
-        """
-        return self.counter.state_dict() | {
-            "scaler": self.scaler.state_dict() if self.scaler else None
-        }
+        """Return the JSON state of a checkpoint beside the optimizer's; waits for the device."""
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return self.counter.state_dict() | {"scaler": scaler}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `step_state`; the loss scale only if both runs have one."""

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: epochs, optimizer steps, evaluations, and the hooks around them."""
 
 import sys
 import time
@@ -32,8 +32,7 @@ class Trainer(UpstreamTrainer):
     - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (:328 skips it for most intervals);
     - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``, unless
-      an `LRSchedulerHook`
-      does so, by step or by epoch;
+      an `LRSchedulerHook` does so, by step or by epoch;
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - hooks see each sample of an evaluation once: what `get_dataloader` repeats, so that ranks have
       equal numbers, is left out of ``output`` and ``label``;
@@ -82,15 +81,14 @@ class Trainer(UpstreamTrainer):
         self.epoch_step = state["epoch_step"]
         self.evaluated_step = state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        # if the data set has grown, its epochs have more steps than those that the state has
-        # counted
+        # after a data set has grown, an epoch has more steps than those that were counted before
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
         for schedule, by_epoch in self._schedules.items():
             done = self._cur_epoch if by_epoch else self.step
-            schedule.optimizer._opt_called = (
-                True  # called in the resumed run; otherwise torch warns
-            )
-            if isinstance(schedule, LambdaLR):  # whose rates depend on the step alone
+            # torch warns of a schedule that is stepped before its optimizer
+            schedule.optimizer._opt_called = True
+            if isinstance(schedule, LambdaLR):
+                # its rates depend on the step alone, so that one call suffices
                 schedule.last_epoch = done - 1
             for _ in range(done - schedule.last_epoch):
                 schedule.step()
@@ -107,14 +105,15 @@ class Trainer(UpstreamTrainer):
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train for ``epochs`` epochs or up to ``max_steps`` optimizer steps, whichever comes
-        first.
+        """Train for ``epochs`` epochs or ``max_steps`` optimizer steps, whichever ends first.
 
         Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which
         are closed at the end. Hooks are called by ``priority``; ``output`` and ``label`` are None
-        without ``return_output_label``. A hook may load a state in ``before_train``. Raises
-        `UserError` with the lost ranks when a collective fails, and `AgreedError` with
-        ``states["checkpoint"]`` when too many updates were skipped.
+        without ``return_output_label``. A hook may load a state in ``before_train``.
+
+        Raises:
+            UserError: with the lost ranks, when a collective fails.
+            AgreedError: with ``states["checkpoint"]``, when too many updates were skipped.
         """
         self._max_epochs = epochs
         self._max_steps = max_steps
@@ -130,15 +129,7 @@ class Trainer(UpstreamTrainer):
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
-        own = getattr(self.engine.lr_scheduler, "schedule", None)
-        self._schedules = {own: False} if own else {}
-        self._stepped_by_hook = False
-        for hook in hooks:
-            if isinstance(hook, LRSchedulerHook):
-                schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
-                hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
-                self._schedules[schedule] = hook.by_epoch
-                self._stepped_by_hook = True
+        self._collect_schedules()
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
@@ -151,9 +142,22 @@ class Trainer(UpstreamTrainer):
                 if hasattr(loader, "close"):
                     loader.close()
 
+    def _collect_schedules(self) -> None:
+        """List the schedules to resume; let those of hooks act once per optimizer step."""
+        engine_schedule = getattr(self.engine.lr_scheduler, "schedule", None)
+        self._schedules = {engine_schedule: False} if engine_schedule else {}
+        self._stepped_by_hook = False
+        for hook in self.hooks:
+            if isinstance(hook, LRSchedulerHook):
+                schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
+                hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
+                self._schedules[schedule] = hook.by_epoch
+                self._stepped_by_hook = True
+
     def _run(self, test_interval: int) -> None:
+        """Train and evaluate until the end, or until a hook sets ``stopping``."""
         if self.epoch_step >= self._steps_per_epoch:
-            # the data set has shrunk: the loader starts the next epoch
+            # the data set of a resumed run has shrunk: the loader starts the next epoch
             self._cur_epoch += 1
             self.epoch_step = 0
         try:
@@ -166,9 +170,8 @@ class Trainer(UpstreamTrainer):
                     self._train_epoch(self.train_dataloader)
         except AgreedError as error:
             checkpoint = self.states.get("checkpoint")
-            saved = "no checkpoint was saved yet"
-            if checkpoint:
-                saved = f"the last checkpoint is {checkpoint}"
+            last = f"the last checkpoint is {checkpoint}"
+            saved = last if checkpoint else "no checkpoint was saved yet"
             raise AgreedError(f"{error}; {saved}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
@@ -195,6 +198,7 @@ class Trainer(UpstreamTrainer):
     def _train_step(self, batches: Iterator[Any]) -> None:
         """Train for an optimizer step; call the hooks before and after each micro-batch."""
         accumulation = self.engine.optimizer.accumulation
+        # a generator: `next` trains on a micro-batch, and in the last one updates
         results = self.engine.train_step(batches, self._returns_output)
         for number in range(1, accumulation + 1):
             set_phase(f"step {self.step + 1}: waiting for data")
@@ -216,11 +220,13 @@ class Trainer(UpstreamTrainer):
         if self.epoch_step == self._steps_per_epoch:
             self._cur_epoch += 1
             self.epoch_step = 0
+        # before the schedule sets the next step's
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None and not self._stepped_by_hook:
             self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
+        """Yield the batches; add the time that each takes to ``data_wait``."""
         batches = iter(dataloader)
         end = object()
         while True:
@@ -233,39 +239,27 @@ class Trainer(UpstreamTrainer):
             yield batch
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
-        """``unused`` is what upstream's `evaluate` passes."""
+        """Evaluate on a loader; ``unused`` is what upstream's `evaluate` passes."""
         self.engine.eval()
-        wishes = [hook.needs_test_loss for hook in self.hooks if hasattr(hook, "needs_test_loss")]
-        has_loss = any(wishes or [True]) and self.engine.criterion is not None
         phase = f"evaluating after step {self.step}"
+        returns_loss = self._returns_test_loss()
         batches = iter(test_dataloader)
-        schedule: Any = self.engine.schedule
         unpadded = _count_unpadded(test_dataloader)
         self._call_hooks("before_test")
         broadcast_buffers(self.engine.model)  # each rank's batch norms have seen different images
         self._call_hooks("before_test_epoch")
         self._call_timer("start", "Test-epoch")
-        for _ in tqdm(
+        bar = tqdm(
             range(len(test_dataloader)),
             desc=f"[Epoch {self._cur_epoch} / Test]",
             disable=self._is_silent,
-        ):
+        )
+        for _ in bar:
             set_phase(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)
             set_phase(f"{phase}: forward")
-            self._call_timer("start", "Test-step")
-            result = self.engine.execute_schedule(
-                iter([batch]), forward_only=True, return_loss=has_loss
-            )
-            self._call_timer("stop", "Test-step", keep_in_history=True)
-            size = schedule.batch_size
-            schedule.batch_size = max(0, min(size, unpadded))
-            if schedule.batch_size < size:
-                output, label, loss = result
-                result = *_first_samples((output, label), schedule.batch_size, size), loss
-            unpadded -= size
-            self._call_hooks("after_test_iter", result)
+            unpadded = self._test_step(batch, returns_loss, unpadded)
             if self.stopping:  # the evaluation is repeated when the run is resumed
                 return
         self.evaluated_step = self.step
@@ -273,6 +267,28 @@ class Trainer(UpstreamTrainer):
         set_phase(f"{phase}: summing metrics")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
+
+    def _test_step(self, batch: Any, returns_loss: bool, unpadded: int) -> int:
+        """Evaluate a batch, of which ``unpadded`` samples at most count; return those left."""
+        schedule: Any = self.engine.schedule
+        self._call_timer("start", "Test-step")
+        result = self.engine.execute_schedule(
+            iter([batch]), forward_only=True, return_loss=returns_loss
+        )
+        self._call_timer("stop", "Test-step", keep_in_history=True)
+        size = schedule.batch_size
+        # upstream's hooks read the number of samples from the schedule
+        schedule.batch_size = max(0, min(size, unpadded))
+        if schedule.batch_size < size:
+            output, label, loss = result
+            result = *_first_samples((output, label), schedule.batch_size, size), loss
+        self._call_hooks("after_test_iter", result)
+        return unpadded - size
+
+    def _returns_test_loss(self) -> bool:
+        """Return whether a hook needs the loss of an evaluation, or none says."""
+        wishes = [hook.needs_test_loss for hook in self.hooks if hasattr(hook, "needs_test_loss")]
+        return any(wishes or [True]) and self.engine.criterion is not None
 
     def _is_evaluation_due(self, interval: int) -> bool:
         ends_epoch = self.epoch_step == 0 and self._cur_epoch % interval == 0

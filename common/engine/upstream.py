@@ -1,5 +1,6 @@
-"""Imports from Colossal-AI 0.5.0 without its log noise and its heavy unused dependencies; `hooks`
-has two more.
+"""Imports from Colossal-AI 0.5.0, without its log lines and heavy unused dependencies.
+
+The last functions are the repairs that need no subclass, applied on import. `hooks` has two more.
 """
 
 import io
@@ -27,16 +28,14 @@ STUBBED = (
 
 
 def check_version() -> None:
-    """Raise `UserError` unless the installed Colossal-AI is the version that the repairs are
-    written for.
-    """
+    """Raise `UserError` for another Colossal-AI than that for which the repairs are written."""
     try:
-        found = version("colossalai")
+        installed = version("colossalai")
     except PackageNotFoundError:
-        found = "missing"
-    if found != VERSION:
+        installed = "missing"
+    if installed != VERSION:
         raise UserError(
-            f"colossalai is {found}, this project needs {VERSION}: pip install --no-deps "
+            f"colossalai is {installed}, this project needs {VERSION}: pip install --no-deps "
             f"colossalai=={VERSION}"
         )
 
@@ -50,8 +49,7 @@ def quiet_import() -> Iterator[None]:
       (lazy/lazy_init.py:16) that replaces PyTorch's meta kernels by those of release 1.12, with
       which `torch.compile` fails on a convolution.
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the
-      whole compiler, two
-      thirds of the import time.
+      whole compiler, two thirds of the import time.
     - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and
       prevent forking.
     - About 60 warnings, log lines and prints are dropped.
@@ -85,6 +83,7 @@ class _Stub(types.ModuleType):
 
 
 check_version()
+# all that the project uses of Colossal-AI, but for the names of `hooks`
 with quiet_import():
     import colossalai.amp
     from colossalai.accelerator import auto_set_accelerator, get_accelerator
@@ -132,38 +131,42 @@ gpc: Any = global_context  # Any: upstream does not annotate attributes set by a
 
 
 def repair_old_paths() -> None:
-    """Make `from colossalai.amp import AMP_TYPE` work, as configs do: 0.5.0 moved it to
-    legacy/amp/amp_type.py:7.
+    """Make `from colossalai.amp import AMP_TYPE` work, which configs have.
+
+    0.5.0 moved it to legacy/amp/amp_type.py:7.
     """
     colossalai.amp.AMP_TYPE = AMP_TYPE
 
 
 def repair_cpu_timers() -> None:
-    """Make `MultiTimer`, an argument of `Trainer`, work on CPUs: accelerator/cpu_accelerator.py:57
-    raises.
+    """Make `MultiTimer`, an argument of `Trainer`, work on CPUs.
+
+    accelerator/cpu_accelerator.py:57 raises.
     """
     CpuAccelerator.synchronize = lambda self, device=None: None
 
 
 def repair_accuracy() -> None:
-    """Make `Accuracy` count whole logits in every mode: legacy/nn/metric/__init__.py:22 splits the
-    targets only.
+    """Make `Accuracy` count full logits in every mode.
+
+    legacy/nn/metric/__init__.py:22 splits the targets, but not the logits.
     """
     upstream_metric._parallel_accuracy.clear()
 
 
 def repair_loss() -> None:
-    """Make `CrossEntropyLoss` torch's in every mode: legacy/nn/loss/__init__.py:36 splits the
-    targets only.
+    """Make `CrossEntropyLoss` torch's in every mode.
+
+    legacy/nn/loss/__init__.py:36 splits the targets, but not the logits.
     """
     upstream_loss.get_tensor_parallel_mode = lambda: None
 
 
 def refuse_layers() -> None:
-    """Refuse Colossal-AI's tensor-parallel layers: on today's PyTorch they train wrongly, or not at
-    all.
+    """Refuse Colossal-AI's tensor-parallel layers (legacy/nn/layer/parallel_*/layers.py).
 
-    Without a tensor-parallel mode, its layers are PyTorch's.
+    On today's PyTorch they train wrongly, or not at all. Without a tensor-parallel mode, its layers
+    are PyTorch's.
     """
 
     def refuse(layer: Any, *_: Any, **__: Any) -> None:

@@ -1,5 +1,4 @@
-"""ZeRO (arXiv 1910.02054): model and optimizer state, sharded over the data-parallel ranks by
-PyTorch's FSDP2.
+"""ZeRO (arXiv 1910.02054): state sharded over the data-parallel ranks, by PyTorch's FSDP2.
 
 - ``zero = dict(stage=1)`` shards the optimizer's state. Each step gathers the parameters once and
   reduces each gradient once to the rank that holds its shard: the bytes of an all-reduce. In
@@ -54,8 +53,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
 
 
 def shard_model(model: nn.Module) -> nn.Module:
-    """Replace a Vision Transformer in place by this rank's shard, in the launch's ``parallel`` and
-    ``zero``.
+    """Shard a Vision Transformer in place, as the launch's ``parallel`` and ``zero`` say.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks. See
     `shard_tensor_parallel`; ``zero`` has no effect on a single data-parallel rank.
@@ -67,16 +65,15 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def _shard_data_parallel(model: nn.Module) -> None:
-    """Shard ``model`` and set ``model.shards``: plain tensors by name that share memory with
-    FSDP's.
+    """Shard ``model`` and set ``model.shards``: the local tensors by name, which the optimizer has.
 
-    The optimizer updates these, because it is faster on them than on DTensors, and LAMB's norms can
-    be reduced at once.
+    They share memory with FSDP's DTensors, on which an update is slower, and LAMB's norms cannot be
+    reduced at once.
     """
     size = gpc.get_world_size(DATA)
     rank = gpc.get_local_rank(DATA)
-    # how each parameter is cut already, by tensor parallelism
-    cut = {
+    # how tensor parallelism has sharded each parameter, of which this cuts a part
+    shards = {
         name: getattr(parameter, "shard", None) or Shard(shape=tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
@@ -88,13 +85,14 @@ def _shard_data_parallel(model: nn.Module) -> None:
         start = min(-(-source.shape[dim] // size) * rank, source.shape[dim])
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source = source
-        shard.shard = replace(cut[name], part=(dim, start, shard.shape[dim]))
+        shard.shard = replace(shards[name], part=(dim, start, shard.shape[dim]))
         model.shards[name] = shard
 
 
 def _apply_fsdp(model: nn.Module, size: int) -> None:
     """Let FSDP2 shard each block, and then what is outside of blocks."""
     device = get_accelerator().get_current_device()
+    # the planner's tensors are fake, but a mesh reads its ranks from a tensor
     with unset_fake_temporarily():
         mesh = DeviceMesh.from_group(gpc.get_group(DATA), device.type)
     options: dict[str, Any] = dict(
@@ -134,9 +132,8 @@ def _is_linear(branch: nn.Module) -> bool:
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:
-    """Return the dimension to shard: the channels of tokens [1, N, D] if they divide, else the
-    first, which FSDP pads.
-    """
+    """Return the dimension to shard: the first, which FSDP pads, or D of tokens [1, N, D]."""
+    # whose first has one row, for the first rank alone
     return 2 if len(shape) == 3 and shape[2] % size == 0 else 0
 
 

@@ -22,8 +22,9 @@ FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 
 @dataclass(frozen=True)
 class Launch:
-    """One of ``world_size`` processes; rank 0 listens on ``host:port``, which a single process does
-    not need.
+    """How one of ``world_size`` processes was started.
+
+    Rank 0 listens on ``host:port``, which a single process does not need.
     """
 
     launcher: str
@@ -36,9 +37,7 @@ class Launch:
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the launch flags; an empty value, as from an unset shell variable, counts as not
-    given.
-    """
+    """Add the launch flags; an empty value, as of an unset shell variable, counts as not given."""
     group = parser.add_argument_group(
         "launch", "needed only without a launcher; otherwise must match its environment"
     )
@@ -55,6 +54,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def integer(text: str) -> int | None:
+    """Return the value of a flag; argparse has the function's name in its message."""
     return int(text) if text else None
 
 
@@ -87,21 +87,14 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 def init_distributed(
     launch: Launch, config: Mapping[str, Any], shared: Mapping[str, str] | None = None
 ) -> None:
-    """Join the process group, set device and seed (``SEED``), and put ``config`` into
-    ``gpc.config``.
+    """Join the process group, set device and seed, and put ``config`` into ``gpc.config``.
 
     The ranks of a host divide its cores. Raises `UserError` if ranks differ in ``shared``.
     """
     gpus = torch.cuda.device_count()
-    is_bound = (
-        gpus == 1 and launch.launcher != "torch"
-    )  # Slurm and Open MPI may show each process its own GPU only
-    if (
-        launch.backend == "nccl"
-        and launch.local_rank >= gpus
-        and launch.launcher != "args"
-        and not is_bound
-    ):
+    # Slurm and Open MPI may show each process its own GPU only; flags may be given per machine
+    may_be_bound = launch.launcher == "args" or (gpus == 1 and launch.launcher != "torch")
+    if launch.backend == "nccl" and launch.local_rank >= gpus and not may_be_bound:
         raise RankError(
             f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start "
             "fewer, or --backend gloo"
@@ -113,7 +106,7 @@ def init_distributed(
         launch.host,
         launch.port,
         launch.backend,
-        # if the launcher binds tasks to GPUs, each process sees only its own GPU, as number 0
+        # a process that sees its own GPU only has it as number 0
         local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
         seed=config.get("SEED", 1024),
         verbose=False,
@@ -125,6 +118,7 @@ def init_distributed(
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Return the innermost launcher: a key of LAUNCHERS, "args" or "single"."""
     if args.world_size == 1:
         return "single"
     launchers = dict(LAUNCHERS)
@@ -143,31 +137,31 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 def _from_environment(
     launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    names = {flag: name for flag in FLAGS if (name := getattr(LAUNCHERS[launcher], flag))}
-    flags = {
-        name: str(getattr(args, field))
-        for field, name in names.items()
-        if getattr(args, field) is not None
-    }
-    environ = flags | dict(environ)
-    if missing := [name for name in names.values() if not environ.get(name)]:
-        pods = "; in Kubeflow's pods, start scripts/train_torchrun.sh"
-        raise UserError(
-            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, or none"
-            f"{pods if launcher == 'torch' else ''}"
-        )
+    """Return the values of FLAGS from the variables of ``launcher``, which flags must match."""
+    names = {flag: getattr(LAUNCHERS[launcher], flag) for flag in FLAGS}
+    names = {flag: name for flag, name in names.items() if name}
+    given = {flag: getattr(args, flag) for flag in names}
+    # a flag stands in for a variable that is not set
+    from_flags = {names[flag]: str(value) for flag, value in given.items() if value is not None}
+    environ = from_flags | dict(environ)
+    missing = [name for name in names.values() if not environ.get(name)]
+    if missing:
+        remedy = f"set all of {', '.join(names.values())}, or none"
+        if launcher == "torch":
+            remedy += "; in Kubeflow's pods, start scripts/train_torchrun.sh"
+        raise UserError(f"{', '.join(missing)} not set: {remedy}")
     values = {
-        field: environ[name] if field == "host" else _integer(name, environ)
-        for field, name in names.items()
+        flag: environ[name] if flag == "host" else _integer(name, environ)
+        for flag, name in names.items()
     }
-    for field, name in names.items():
-        # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch
-        # expanded it
+    for flag, name in names.items():
+        # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 from sbatch's shell
         also = (values["rank"], 0) if name == "SLURM_LOCALID" else ()
-        flag = getattr(args, field)
-        if flag not in (None, "", values[field], *also):
-            mistake = RankError if field in ("rank", "local_rank") else UserError
-            raise mistake(f"--{field}={flag} contradicts {name}={environ[name]}: omit the flag")
+        if given[flag] not in (None, "", values[flag], *also):
+            mistake = RankError if flag in ("rank", "local_rank") else UserError
+            raise mistake(
+                f"--{flag}={given[flag]} contradicts {name}={environ[name]}: omit the flag"
+            )
     if launcher != "torch":
         values |= _rendezvous(launcher, args, environ)
     return values
@@ -181,6 +175,7 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of FLAGS for a process that no launcher has started."""
     values = {flag: getattr(args, flag) for flag in FLAGS}
     if values["local_rank"] is None:
         values["local_rank"] = values["rank"]
@@ -200,22 +195,23 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
 def _rendezvous(
     launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return host and port of rank 0: as given, else the step's first node and a port derived from
-    the job id.
+    """Return host and port of rank 0.
+
+    As given, else the first node of the step and a port that all processes derive from the job's
+    number.
     """
     if launcher == "slurm":
-        one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
+        is_one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        nodes = environ.get("SLURM_STEP_NODELIST", "")
         # the first of gpu[003-007,9],login is gpu003
-        first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).partition(
-            ","
-        )[0]
+        first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
     else:
         variables = LAUNCHERS[launcher]
-        one_node = environ.get(variables.local_size) == environ[variables.world_size]
+        is_one_node = environ.get(variables.local_size) == environ[variables.world_size]
         job = environ.get(variables.job, "")
         first = ""
-    host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first)
+    host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else first)
     if not host:
         raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
     derived = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports

@@ -8,7 +8,7 @@ import ctypes
 import logging
 import math
 import multiprocessing
-import multiprocessing.util  # registers its atexit function before ours, so that it runs after ours
+import multiprocessing.util  # whose atexit function is to run after ours, so it registers before
 import os
 import select
 import signal
@@ -23,9 +23,8 @@ from common.launchers import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CHECK = 0.5  # seconds between two progress checks after a signal
-TORCHRUN_PATIENCE = (
-    25.0  # seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
-)
+# seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
+TORCHRUN_PATIENCE = 25.0
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
 MISTAKE = 2  # exit status of a training script after its own error message
@@ -56,11 +55,13 @@ class StopSignals:
         progress: Callable[[], object] = lambda: None,
         patience: float = math.inf,
     ) -> None:
-        """Install the handlers; call it from the main thread.
+        """Install the handlers, once; call it from the main thread.
 
-        ``follow_parent``: get SIGTERM when the parent process, torchrun or mpirun, dies. After a
-        recorded signal, the process exits if ``progress()`` does not change for ``patience``
-        seconds, under torchrun `TORCHRUN_PATIENCE` at most.
+        Args:
+            follow_parent: get SIGTERM when the parent process, torchrun or mpirun, dies.
+            progress: a number that changes while the process makes progress.
+            patience: seconds without progress after a recorded signal, after which the process
+                exits; under torchrun `TORCHRUN_PATIENCE` at most.
         """
         if self._previous:
             return
@@ -72,11 +73,10 @@ class StopSignals:
         self._patience = min(patience, TORCHRUN_PATIENCE) if is_torchrun else patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # the handler does nothing, but without a handler nothing is written to the pipe
         for number in SIGNALS:
-            if not (
-                number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-            ):  # nohup
+            is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not is_nohup:
+                # it does nothing, but without a handler nothing is written to the pipe
                 self._previous[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._pipe = reader, writer
@@ -84,9 +84,8 @@ class StopSignals:
             target=self._watch, args=(reader,), daemon=True, name="stop-signals"
         )
         self._watcher.start()
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, SIGNALS
-        )  # blocked if this process was forked from one with handlers
+        # which are blocked if this process was forked from one with handlers
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -110,16 +109,20 @@ class StopSignals:
         self.deferring = False
 
     def _watch(self, reader: int) -> None:
+        """Read the numbers of signals from the pipe, until a 0."""
         while True:
             ready, *_ = select.select([reader], [], [], CHECK if self.received else None)
             if not ready:
                 self._check_progress()
-            elif (number := os.read(reader, 1)[0]) == 0:
+                continue
+            number = os.read(reader, 1)[0]
+            if number == 0:
                 return
-            elif number in SIGNALS:
+            if number in SIGNALS:  # not SIGCHLD, or whatever else has a handler in Python
                 self._receive(number)
 
     def _check_progress(self) -> None:
+        """Exit if the training loop does not come to the end of its step."""
         now = time.monotonic()
         progress = self._progress()
         if progress != self._seen:
@@ -127,9 +130,11 @@ class StopSignals:
             self._seen_at = now
         elif now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
+            # not sys.exit: the main thread may wait in C++ for ever
             os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
+        """Exit, or record the signal; exit on a second Ctrl-C."""
         if not self.deferring:
             _leave(number)
         if not self.received:
@@ -158,15 +163,17 @@ class StopSignals:
             signal.set_wakeup_fd(-1)
             self._previous = {}  # it may `install` for itself
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._forking.parent:  # it has ended already
+            if os.getppid() != self._forking.parent:
+                # it has ended already, so that prctl came too late
                 os._exit(1)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
 
 def _kill_children() -> None:
-    """Kill the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and
-    wait.
+    """Kill the worker processes.
+
+    At exit multiprocessing would send SIGTERM, which they ignore, and wait.
     """
     for child in multiprocessing.active_children():
         child.kill()
@@ -178,10 +185,9 @@ def exit_code(number: int) -> int:
 
 
 def exit_stopped(number: int) -> NoReturn:
-    """End this process; after Ctrl-C by SIGINT itself, so that a shell ends the loop or the list
-    around it too.
-    """
+    """End this process with the status of a run that a signal has stopped."""
     if number == signal.SIGINT:
+        # by SIGINT itself, so that a shell ends the loop or the list around it too
         sys.stdout.flush()
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -195,12 +201,14 @@ def signal_name(number: int) -> str:
 
 
 def _leave(number: int) -> None:
+    """Exit at once, whatever the main thread waits for."""
     if is_first_process():
         _say(f"{signal_name(number)}: exiting")
     os._exit(exit_code(number))
 
 
 def _say(line: str) -> None:
+    """Print a line from the watcher's thread."""
     with suppress(OSError):  # stderr is closed
         os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
 
@@ -215,36 +223,26 @@ os.register_at_fork(
 
 
 def run_torchrun(arguments: list[str]) -> None:
-    """Run torchrun without its traceback, some 45 lines: a training script that exits with
-    `MISTAKE` has said why.
+    """Run torchrun without its traceback, some 45 lines.
 
-    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP.
-    The ranks divide the cores (`limit_threads`): torchrun would set OMP_NUM_THREADS=1.
+    A training script that exits with `MISTAKE` has said why. Signals are passed on, SIGUSR1 too,
+    which would end torchrun otherwise. Under nohup SIGHUP stays ignored. The ranks divide the cores
+    (`limit_threads`): torchrun would set OMP_NUM_THREADS=1.
     """
     import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    for name in (
-        "multiprocessing.api",
-        "multiprocessing.errors",
-        "multiprocessing.errors.error_handler",
-    ):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(
-            logging.CRITICAL
-        )  # each has its own level
+    for name in ("api", "errors", "errors.error_handler"):  # each has a level of its own
+        logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
+        logger.setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    is_nohup = (
-        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    )  # which torchrun overrides by default
+    passed_on = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which torchrun would override
+        passed_on += ",SIGHUP"
     try:
-        main(
-            [
-                "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
-                *arguments,
-            ]
-        )
+        main([f"--signals-to-handle={passed_on}", *arguments])
     except SignalException as error:
         sys.exit(exit_code(error.sigval))
     except ChildFailedError as error:
@@ -252,6 +250,7 @@ def run_torchrun(arguments: list[str]) -> None:
         if MISTAKE in codes:  # torchrun sent SIGTERM to the others
             sys.exit(MISTAKE)
         sys.stderr.write(f"{error}\n")
+        # as a shell counts: -9, by SIGKILL, is 137
         sys.exit(codes[0] if codes[0] > 0 else 128 - codes[0])
 
 

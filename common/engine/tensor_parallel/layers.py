@@ -4,17 +4,15 @@ The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/la
 used, because they
 
 - communicate every bias and layer norm weight of a 2d or 2.5d model in the forward and backward
-  pass of every
-  micro-batch; here these are sharded like the activations, and `sum_partial_gradients` sums
-  gradients once per step,
+  pass of every micro-batch; here these are sharded like the activations, and
+  `sum_partial_gradients` sums their gradients once per step,
 - compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision
-  (parallel_2d/layers.py:337,
-  parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
+  (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
 - split a 3d batch over the group set by the last layer built (parallel_3d/_operation.py:452), and
-  fail in a 3d
-  classifier's backward pass on ranks off the cube's diagonal (parallel_3d/_operation.py:135).
+  fail in a 3d classifier's backward pass on ranks off the cube's diagonal
+  (parallel_3d/_operation.py:135).
 
-Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading dimensions.
+Shape suffixes: B samples, N tokens, D channels of this rank; R ranks; [...] leading dimensions.
 """
 
 import hashlib
@@ -67,6 +65,7 @@ class Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        # With AMP_TYPE.NAIVE x is in half precision already: the layer norm before returns it so.
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
@@ -77,6 +76,7 @@ class ColumnLinear(Linear):
     """1d: all input channels, a slice of the output channels."""
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        # the identity, whose backward pass sums the gradient of x over the ranks
         return reduce_grad(x, TENSOR) @ weight
 
 
@@ -90,11 +90,12 @@ class RowLinear(Linear):
         self.group = group
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        # the sum over the ranks, whose backward pass is the identity
         return reduce_input(x @ weight, self.group)
 
 
 class Linear2D(Linear):
-    """2d: SUMMA."""
+    """2d: SUMMA, in which each rank of a row broadcasts its x, each of a column its weight."""
 
     product = Matmul_AB_2D
     row = ROW_2D
@@ -102,13 +103,21 @@ class Linear2D(Linear):
     groups = (COL_2D, ROW_2D)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        ranks = map(gpc.get_local_rank, self.groups)
-        # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global
-        # ranks
-        world = gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
         out_shape = (*x.shape[:-1], weight.shape[1])
         return self.product.apply(
-            x, weight, gpc.get_world_size(self.row), out_shape, *ranks, self.row, self.col, *world
+            x,
+            weight,
+            gpc.get_world_size(self.row),
+            out_shape,
+            # this rank's row and column, and its square in 2.5d
+            *map(gpc.get_local_rank, self.groups),
+            self.row,
+            self.col,
+            # from which upstream computes the global ranks that broadcast
+            gpc.get_local_rank(ParallelMode.DATA),
+            0,  # pipeline stage
+            1,  # pipeline stages
+            gpc.get_world_size(TENSOR),
         )
 
 
@@ -126,15 +135,16 @@ class Linear3D(Linear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
         super().__init__(weight, bias)
+        # upstream's names are those of the first layer: it gathers x over INPUT
         self.groups = (
             (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
         )
         if weight.requires_grad:
-            register_async_grad_hook(
-                weight
-            )  # waits for the product's asynchronous gradient reduction
+            # waits for the product's asynchronous gradient reduction
+            register_async_grad_hook(weight)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        # the hook above finds the reduction by the number
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
 
 
@@ -159,42 +169,40 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode
+        ctx: Any, x_BND: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode
     ) -> Tensor:
-        moments = torch.stack(torch.var_mean(x, dim=-1, correction=0, keepdim=True))
-        variances, means = (
-            all_gather(moments, 0, group).unflatten(0, (-1, 2)).unbind(1)
-        )  # of each rank's channels
-        mean = means.mean(0)
-        variance = (variances + (means - mean).square()).mean(0)
-        reciprocal = (variance + eps).rsqrt()
-        normalised = (x - mean) * reciprocal
-        ctx.save_for_backward(normalised, reciprocal, weight)
+        variance_BN1, mean_BN1 = torch.var_mean(x_BND, dim=-1, correction=0, keepdim=True)
+        moments = torch.stack((variance_BN1, mean_BN1))  # of this rank's channels
+        moments_R2BN1 = all_gather(moments, 0, group).unflatten(0, (-1, 2))
+        variances_RBN1, means_RBN1 = moments_R2BN1.unbind(1)
+        mean_BN1 = means_RBN1.mean(0)
+        # within the ranks and between them: E[x^2] - E[x]^2 would overflow in half precision
+        variance_BN1 = (variances_RBN1 + (means_RBN1 - mean_BN1).square()).mean(0)
+        reciprocal_BN1 = (variance_BN1 + eps).rsqrt()
+        normalised_BND = (x_BND - mean_BN1) * reciprocal_BN1
+        ctx.save_for_backward(normalised_BND, reciprocal_BN1, weight)
         ctx.group = group
-        return torch.addcmul(bias, normalised, weight)
+        return torch.addcmul(bias, normalised_BND, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normalised, reciprocal, weight = ctx.saved_tensors
-        weight_grad = (grad * normalised).flatten(0, -2).sum(0)
-        bias_grad = grad.flatten(0, -2).sum(0)
-        grad = grad * weight
-        sums = torch.stack(
-            [grad.mean(-1, keepdim=True), (grad * normalised).mean(-1, keepdim=True)]
+    def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor | None, ...]:
+        normalised_BND, reciprocal_BN1, weight = ctx.saved_tensors
+        weight_grad = (grad_BND * normalised_BND).flatten(0, -2).sum(0)
+        bias_grad = grad_BND.flatten(0, -2).sum(0)
+        grad_BND = grad_BND * weight
+        sums_2BN1 = torch.stack(
+            [
+                grad_BND.mean(-1, keepdim=True),
+                (grad_BND * normalised_BND).mean(-1, keepdim=True),
+            ]
         )
-        means = all_reduce(sums, ctx.group) / gpc.get_world_size(ctx.group)
-        return (
-            reciprocal * (grad - means[0] - normalised * means[1]),
-            weight_grad,
-            bias_grad,
-            None,
-            None,
-        )
+        means_2BN1 = all_reduce(sums_2BN1, ctx.group) / gpc.get_world_size(ctx.group)
+        x_grad_BND = reciprocal_BN1 * (grad_BND - means_2BN1[0] - normalised_BND * means_2BN1[1])
+        return x_grad_BND, weight_grad, bias_grad, None, None
 
 
 class OwnRandom(nn.Module):
-    """Run ``layer`` with random numbers that are equal on ranks with the same ``number`` and differ
-    on others.
+    """Run ``layer`` with random numbers that ranks share if they have the same ``number``.
 
     They are derived from the default generator's state, which is equal within a tensor-parallel
     group, and which PyTorch restores when it recomputes checkpointed activations.
@@ -214,21 +222,20 @@ class OwnRandom(nn.Module):
 
 @contextmanager
 def _random_stream(device: torch.device, number: int) -> Iterator[None]:
-    """Seed the device's default generator from its state and ``number``; on exit restore and
-    advance it.
-    """
+    """Seed the device's default generator by its state and ``number``; restore it, and advance."""
     generator = (
         torch.cuda.default_generators[device.index]
         if device.type == "cuda"
         else torch.default_generator
     )
     state = generator.get_state()
-    digest = hashlib.blake2b(
-        state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7
-    ).digest()
+    # the state changes with every draw, so that no two layers or passes share a stream
+    text = state.numpy().tobytes() + number.to_bytes(8, "big")
+    digest = hashlib.blake2b(text, digest_size=7).digest()  # a seed has at most 63 bits
     generator.manual_seed(int.from_bytes(digest, "big"))
     try:
         yield
     finally:
         generator.set_state(state)
+        # by one number, so that the next layer draws others
         torch.rand((), device=device)

@@ -1,19 +1,17 @@
-"""How the activations and parameters of a Vision Transformer are sharded in each tensor-parallel
-mode.
+"""How each tensor-parallel mode shards the activations and parameters of a Vision Transformer.
 
-Between blocks, activations [B, N, D] are split by samples (B) over one group of ranks and by
-channels (D) over another. A block has two pairs of linear layers, qkv and proj, fc1 and fc2.
+Every rank of a tensor-parallel group is given the same micro-batch. In the model's forward pass it
+keeps its samples (`shard_tensor_parallel`). Between blocks, activations [B, N, D] are split by
+samples (B) over one group of ranks and by channels (D) over another. A block has two pairs of
+linear layers: qkv and proj, fc1 and fc2.
 
-- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and
-  a slice of the heads
-  and hidden channels within a block.
+- 1d (Megatron-LM, arXiv 1909.08053): between blocks every rank has all samples and channels; within
+  a block it has a slice of the heads and of the hidden channels.
 - 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels.
 - 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different
-  samples, which
-  XZ splits.
+  samples, which XZ splits.
 - 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair,
-  OUTPUT x WEIGHT
-  splits samples and INPUT channels.
+  OUTPUT x WEIGHT splits samples and INPUT channels.
 """
 
 import math
@@ -51,9 +49,11 @@ class Shard:
         copies: the group of ranks with the same shard, if more than one.
         summed_over: the group of replicas with different samples; their gradients must be summed.
         fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k
-        and v). transposed: whether the shard is stored as [in, out]. shape: shape of the full
-        parameter. part: (dimension, start, length) of this shard that this data-parallel rank
-        has, with ``zero``.
+            and v).
+        transposed: whether the shard is stored as [in, out], as Colossal-AI's products take it.
+        shape: shape of the full parameter.
+        part: (dimension, start, length) of this shard that this data-parallel rank has with
+            ``zero``.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -74,6 +74,7 @@ class Shard:
     def write(self, local: Tensor, full: Tensor) -> None:
         """Copy ``local``, this rank's shard, to its position in ``full``."""
         if self.part:
+            # the tensor-parallel shard, in which this data-parallel rank fills only its part
             padded = replace(self, part=None).cut(full)
             padded.narrow(*self.part).copy_(local)
             local = padded
@@ -85,11 +86,11 @@ class Shard:
 
     def _view(self, full: Tensor) -> Tensor:
         """Return this rank's shard of ``full``, before ``part``, as a view [fused, ...]."""
-        view = full.unflatten(0, (self.fused, -1))
+        view = full.unflatten(0, (self.fused, -1))  # of qkv [3 D, D]: [3, D, D]
         for dim, group in self.cuts:
-            view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(
-                dim + 1, gpc.get_local_rank(group)
-            )
+            # one dimension may be cut twice (3d), so that each cut is of the last one's result
+            view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1))
+            view = view.select(dim + 1, gpc.get_local_rank(group))
         return view
 
     def _orient(self, matrix: Tensor) -> Tensor:
@@ -114,10 +115,12 @@ class Layout:
 
 
 def _matrix(*cuts: tuple[int, ParallelMode], copies: ParallelMode | None = None) -> Shard:
+    """Return how a weight [out, in] is sharded."""
     return Shard(cuts, copies, summed_over=copies, transposed=True)
 
 
 def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
+    """Return how a bias or a norm's weight is sharded: like the activations that it is added to."""
     return Shard(((0, channels),), copies=samples, summed_over=samples)
 
 
@@ -149,8 +152,8 @@ LAYOUTS = {
 
 def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | None, int]:
     """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks; 1 for None."""
-    q = math.isqrt(size // depth)
-    side = round(size ** (1 / 3))
+    q = math.isqrt(size // depth)  # side of a square
+    side = round(size ** (1 / 3))  # of a cube
     by_mode: dict[str, Any] = {
         "1d": {},
         "2d": {ROW_2D: q, COL_2D: q},
@@ -169,40 +172,44 @@ def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
-    layer, _, kind = name.rpartition(".")
+    """Return how ``parameter`` is sharded, but for its shape, by its ``name`` in the model."""
+    layer, _, role = name.rpartition(".")
     if layer.endswith((".qkv", ".fc1")):
-        return layout.first[kind == "bias"]
+        return layout.first[role == "bias"]
     if layer.endswith((".attn.proj", ".fc2")):
-        return layout.second[kind == "bias"]
+        return layout.second[role == "bias"]
+    # what is outside of the pairs
     if name == "head.bias" or layout.channels is None:
         return Shard(copies=TENSOR, summed_over=layout.samples)
     if name == "head.weight":
+        # channels as those of the activations; every rank has all classes
         return _matrix((1, layout.channels), copies=layout.samples)
-    dim = (
-        2 if parameter.ndim == 3 else 0
-    )  # of the channels: class token and positions are [1, N, D]
+    # norms and biases are [D]; class token and positions are [1, N, D]
+    dim = 2 if parameter.ndim == 3 else 0
     return Shard(((dim, layout.channels),), copies=layout.samples, summed_over=layout.samples)
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
-    """Return ``parallel`` in full, with mode None for tensor parallelism of size 1.
+    """Return ``parallel`` with all its keys, and mode None for tensor parallelism of size 1.
 
     Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size
-    without a mode. Raises `UserError` for a size without a mode, a pipeline, and a size that is
-    invalid for the mode or does not divide ``world_size``.
+    without a mode (legacy/context/parallel_context.py:450).
+
+    Raises:
+        UserError: for a size without a mode, a pipeline, and a size that is invalid for the mode
+            or does not divide ``world_size``.
     """
     parallel = parallel or {}
-    if (stages := parallel.get("pipeline", 1)) != 1:
+    stages = parallel.get("pipeline", 1)
+    if stages != 1:
         raise UserError(
             f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1"
         )
     tensor = parallel.get("tensor") or {}
     size = tensor.get("size", 1)
-    mode = tensor.get("mode")
-    depth = tensor.get("depth")
     if size == 1:
         return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
-    _check_size(mode, size, depth)
+    _check_size(tensor.get("mode"), size, tensor.get("depth"))
     if world_size % size:
         raise UserError(
             f"parallel.tensor.size={size} does not divide the {world_size} processes: "
@@ -212,6 +219,7 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
 
 
 def _check_size(mode: str | None, size: int, depth: int | None) -> None:
+    """Raise `UserError` unless ``size`` ranks form the square, squares or cube of ``mode``."""
     if mode not in LAYOUTS:
         modes = ", ".join(map(repr, LAYOUTS))
         raise UserError(
@@ -221,66 +229,70 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(
             f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it"
         )
-    shape, power = {
+    shapes = {
         "1d": ("a number", 1),
         "2d": ("a square", 2),
         "2.5d": (f"depth {depth} x a square", 2),
-    }.get(mode, ("a cube", 3))
+        "3d": ("a cube", 3),
+    }
+    shape, power = shapes[mode]
     squares = depth or 1
+    # 1e-9, since the root of 64 is 3.9999999999999996
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
     if squares * side**power != size:
         raise UserError(
             f"parallel.tensor.size={size} is not {shape} with sides of at least 2, which mode "
-            f"{mode!r} requires; "
-            f"nearest: {squares * side**power} or {squares * (side + 1) ** power}"
+            f"{mode!r} requires; nearest: {squares * side**power} or "
+            f"{squares * (side + 1) ** power}"
         )
 
 
 def check_tensor_parallel(
     parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int
 ) -> None:
-    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly
-    over the ranks.
+    """Raise `UserError` if the ranks cannot divide a model (the config's MODEL) or a micro-batch.
 
     ``parallel`` is resolved.
     """
     tensor = parallel["tensor"]
     mode = tensor["mode"]
-    size = tensor["size"]
-    depth = tensor.get("depth", 1)
     if mode is None:
         return
     if model.get("timm"):
         raise UserError(
             f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "
-            "to None, or give a "
-            "plain ViT by the other keys of MODEL"
+            "to None, or give a plain ViT by the other keys of MODEL"
         )
     if model.get("stem") == "conv" or model.get("pool") == "seq":
         raise UserError(
             f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: "
             "set it to None"
         )
+    size = tensor["size"]
     heads = model["heads"]
     width = model["width"]
-    mlp_ratio = model["mlp_ratio"]
-    sizes = group_sizes(mode, size, depth)
-    layout = LAYOUTS[mode]
-    side = size if mode == "1d" else sizes[layout.channels]
-    unit = side**2 if mode == "3d" else side  # a 3d weight is split along its input channels twice
+    hidden_width = int(width * model["mlp_ratio"])
+    sizes = group_sizes(mode, size, tensor.get("depth", 1))
+    side = _heads_split(mode, sizes)
+    # a 3d weight is split along its input channels twice
+    unit = side**2 if mode == "3d" else side
     rules = (
         ("MODEL.heads", heads, side),
         ("MODEL.width", width, math.lcm(unit, heads)),
-        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", int(width * mlp_ratio), unit),
-        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[layout.samples]),
+        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, unit),
+        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[LAYOUTS[mode].samples]),
     )
-    for name, value, unit in rules:
-        if value % unit:
+    for name, value, divisor in rules:
+        if value % divisor:
             raise UserError(
-                f"{name}={value} is not a multiple of {unit}, which parallel.tensor mode {mode!r} "
-                f"of size {size} "
-                f"requires; nearest: {nearest_multiples(value, unit)}"
+                f"{name}={value} is not a multiple of {divisor}, which parallel.tensor mode "
+                f"{mode!r} of size {size} requires; nearest: {nearest_multiples(value, divisor)}"
             )
+
+
+def _heads_split(mode: str, sizes: Mapping[ParallelMode | None, int]) -> int:
+    """Return over how many ranks the heads are split; in 1d no channels between blocks are."""
+    return sizes[TENSOR if mode == "1d" else LAYOUTS[mode].channels]
 
 
 def describe_tensor_parallel(
@@ -293,18 +305,15 @@ def describe_tensor_parallel(
     """
     tensor = parallel["tensor"]
     mode = tensor["mode"]
-    size = tensor["size"]
     layout = LAYOUTS[mode]
-    sizes = group_sizes(mode, size, tensor.get("depth", 1))
+    sizes = group_sizes(mode, tensor["size"], tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
     local = sum(shard.numel(sizes) for shard in shards)
     full = sum(math.prod(shard.shape) for shard in shards)
     width: Any = model.head.in_features
     heads: Any = model.heads
-    side = size if mode == "1d" else sizes[layout.channels]
     return (
         f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
-        f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of "
-        f"{heads} heads, "
-        f"{local:,} of {full:,} parameters"
+        f"{width // sizes[layout.channels]} of {width} channels between blocks, "
+        f"{heads // _heads_split(mode, sizes)} of {heads} heads, {local:,} of {full:,} parameters"
     )

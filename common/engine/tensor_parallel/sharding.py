@@ -1,5 +1,6 @@
-"""Shard a model by tensor parallelism; gather it again, from ZeRO's shards too; broadcast its
-buffers.
+"""Shard a model by tensor parallelism; gather full tensors, from ZeRO's shards too; sum gradients.
+
+A sharded parameter has an attribute ``shard`` (`layout.Shard`); others are the same on all ranks.
 """
 
 from collections import defaultdict
@@ -28,6 +29,7 @@ from common.engine.upstream import (
     tensor_parallel_env,
 )
 
+# the classes of the first and second linear layer of a pair
 PAIRS = {
     "1d": (ColumnLinear, RowLinear),
     "2d": (Linear2D, Linear2D),
@@ -37,8 +39,7 @@ PAIRS = {
 
 
 def shard_tensor_parallel(model: nn.Module) -> nn.Module:
-    """Replace a Vision Transformer in place by this rank's shard in the launch's tensor-parallel
-    mode, if any.
+    """Shard a Vision Transformer in place in the launch's tensor-parallel mode, if there is one.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks of a
     tensor-parallel group. The model still maps full images [B, C, Y, X], the same on all ranks of
@@ -49,26 +50,40 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     if mode is None:
         return model
     layout = LAYOUTS[mode]
+    # lists, since the loops change what they walk
     for name, shard in list(plan_shards(model, mode)):
         _cut(model, name, shard)
     for name, layer in list(model.named_modules()):
-        if (substitute := _substitute(name, layer, mode, layout)) is not None:
+        substitute = _substitute(name, layer, mode, layout)
+        if substitute is not None:
             model.set_submodule(name, substitute)
     if layout.samples is not None:
+        # Here a batch is cut: the rank computes on its samples, and the logits are gathered again.
         model.register_forward_pre_hook(partial(_take_samples, group=layout.samples))
-        model.register_forward_hook(
-            lambda _, inputs, logits: gather_forward_split_backward(logits, layout.samples, 0)
-        )
+        model.register_forward_hook(partial(_gather_samples, group=layout.samples))
     return model
 
 
+def _take_samples(_: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
+    """Return this rank's samples of the images [B, C, Y, X]."""
+    shares = inputs[0].unflatten(0, (gpc.get_world_size(group), -1))
+    return (shares[gpc.get_local_rank(group)],)
+
+
+def _gather_samples(
+    _: nn.Module, inputs: tuple[Tensor], logits: Tensor, group: ParallelMode
+) -> Tensor:
+    """Return the logits of all samples; the backward pass takes this rank's gradients."""
+    return gather_forward_split_backward(logits, group, 0)
+
+
 def _cut(model: nn.Module, name: str, shard: Shard) -> None:
-    """Replace the parameter ``name`` by this rank's shard, with its ``shard`` as an attribute."""
-    layer, _, kind = name.rpartition(".")
+    """Replace the parameter ``name`` by this rank's shard, with ``shard`` as an attribute."""
+    layer, _, role = name.rpartition(".")
     full = model.get_parameter(name)
     local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
     local.shard = shard
-    setattr(model.get_submodule(layer), kind, local)
+    setattr(model.get_submodule(layer), role, local)
 
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
@@ -78,29 +93,24 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
         return first(layer.weight, layer.bias)
     if name.endswith((".attn.proj", ".fc2")):
         return second(layer.weight, layer.bias)
+    # hidden channels are split in every mode, so that each rank needs a mask of its own
     if name.endswith(".drop1") or (layout.channels and isinstance(layer, nn.Dropout)):
         return OwnRandom(layer, gpc.get_local_rank(TENSOR)) if layer.p else None
     if layout.channels is None:
         return None
     if name == "head":
         return RowLinear(layer.weight, layer.bias, layout.channels)
-    if name.endswith(".drop_path"):
-        return (
-            OwnRandom(layer, gpc.get_local_rank(layout.samples))
-            if getattr(layer, "rate", 0)
-            else None
-        )
+    if name.endswith(".drop_path") and getattr(layer, "rate", 0):
+        # ranks with the same samples drop the same ones, whichever channels they have
+        return OwnRandom(layer, gpc.get_local_rank(layout.samples))
     if isinstance(layer, nn.LayerNorm):
         return LayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
     return None
 
 
-def _take_samples(model: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
-    return (inputs[0].unflatten(0, (gpc.get_world_size(group), -1))[gpc.get_local_rank(group)],)
-
-
 def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the local parameters by name. The optimizer updates these."""
+    # with `zero` the model's own are DTensors
     return getattr(model, "shards", None) or dict(model.named_parameters())
 
 
@@ -147,6 +157,7 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
 
 def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
     """Return the group over which a model is sharded, given any of its sharded parameters."""
+    # ZeRO shards over the data-parallel ranks too
     return ParallelMode.GLOBAL if parameters and parameters[0].shard.part else TENSOR
 
 
@@ -167,35 +178,38 @@ def map_full(
     parameters: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return this rank's shards of ``function(full tensors)``, for ``values`` that are sharded like
-    their ``parameters``.
+    """Return this rank's shards of ``function(full tensors)``.
 
-    Each of the ranks that share a model computes a part of the full tensors: they are dealt out one
-    by one. ``function`` returns a tensor for each that it is given.
+    ``values`` are sharded like their ``parameters``. Rank i of the R ranks that share a model
+    gathers and computes tensors i, i + R, i + 2 R, ..., and broadcasts the results. ``function``
+    returns a tensor for each that it is given.
     """
     group = sharing_group(parameters)
     ranks = gpc.get_ranks_in_group(group)
     handle = gpc.get_group(group)
-    own = gpc.get_local_rank(group)
+    rank = gpc.get_local_rank(group)
     full_tensors = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         full = _pad_with_zeros(parameter.shard, value)
-        dist.reduce(full, ranks[number % len(ranks)], group=handle)
-        if number % len(ranks) == own:
+        owner = number % len(ranks)
+        dist.reduce(full, ranks[owner], group=handle)
+        if owner == rank:
             full_tensors.append(full)
+    # there may be fewer tensors than ranks
     results = iter(function(full_tensors) if full_tensors else [])
     shards = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-        source = number % len(ranks)
-        full = next(results) if source == own else value.new_empty(parameter.shard.shape)
-        dist.broadcast(full, ranks[source], group=handle)
-        shards.append(local_shard(parameter, full))
+        owner = number % len(ranks)
+        full = next(results) if owner == rank else value.new_empty(parameter.shard.shape)
+        dist.broadcast(full, ranks[owner], group=handle)
+        shards.append(parameter.shard.cut(full))
     return shards
 
 
 def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
     """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
     full = value.new_zeros(shard.shape)
+    # the sum over ranks has to have each element once
     if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
         shard.write(value, full)
     return full
@@ -220,9 +234,7 @@ def load_full_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sum in place the gradients of shards replicated over different samples, with one all-reduce
-    per group.
-    """
+    """Sum the gradients of replicas with different samples, in place; one all-reduce per group."""
     grads_by_group = defaultdict(list)
     for parameter in parameters:
         group = getattr(parameter, "shard", Shard()).summed_over
@@ -234,9 +246,8 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=gpc.get_group(group))
         sums = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(
-            grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)]
-        )
+        sums = [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)]
+        torch._foreach_copy_(grads, sums)
 
 
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -248,6 +259,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not is_sharded(trained):
         return _norm([parameter.grad for parameter in trained])
+    # of n copies each counts as one n-th: the sum over ranks has each element once
     grads_by_copies = defaultdict(list)
     for parameter in trained:
         grads_by_copies[_copies(parameter)].append(parameter.grad)
@@ -263,12 +275,11 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared norms of full tensors, given those of the shards of P parameters; one
-    all-reduce.
+    """Return the squared norms of P full tensors from those of their shards; one all-reduce.
+
+    R rows are norms of R different tensors (the weight, the update) of each parameter.
     """
-    shares_P = torch.tensor(
-        [1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype
-    )
+    shares_P = torch.tensor([1 / _copies(p) for p in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
     return squares_RP

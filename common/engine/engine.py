@@ -107,8 +107,9 @@ class WholeSteps:
 
     Other attributes are those of ``loader``.
 
-    Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as
-    DALI's, fails in the second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
+    Upstream's trainer (legacy/trainer/_trainer.py:165) never exhausts an iterator, so a loader that
+    is its own iterator, such as DALI's, fails in the second pass; here it is ``reset()`` first.
+    Upstream's GradAccumDataloader
     (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) then reads to the loader's
     end, if there is one.
     """

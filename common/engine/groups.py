@@ -117,7 +117,7 @@ class RepairedContext(ParallelContext):
     def separate_data_parallel_seeds(self) -> None:
         """Use different dropout masks on each data-parallel rank; call it after the model is built.
 
-        Upstream uses the same masks on all data-parallel ranks.
+        Upstream (parallel_context.py:551) uses the same masks on all data-parallel ranks.
         """
         device = torch.cuda if torch.cuda.is_available() else torch
         number = 1 + self.get_local_rank(ParallelMode.DATA)

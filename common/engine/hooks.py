@@ -37,7 +37,7 @@ def repair_hooks() -> None:
     _log_hook.report_memory_usage = report_memory_usage
     _checkpoint_hook.save_checkpoint = save_checkpoint
     LossHook.needs_test_loss = True  # noqa: F405
-    # their totals change when they are read (legacy/trainer/hooks/_metric_hook.py), so of a copy
+    # their totals change when they are read (legacy/trainer/hooks/_metric_hook.py:110,374)
     for metric in (_metric_hook.LossMetric, _metric_hook.ThroughputMetric):
         read = metric.get_accumulated_value
         metric.get_accumulated_value = lambda self, read=read: read(deepcopy(self))

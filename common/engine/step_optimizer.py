@@ -105,7 +105,6 @@ class StepOptimizer(OptimizerWrapper):
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
         self.statistics: list[Tensor] = []  # of batch norms, flat
-        self.is_clipped = False  # by a script's own loop
 
     @property
     def completes_step(self) -> bool:
@@ -201,27 +200,20 @@ class StepOptimizer(OptimizerWrapper):
         torch._foreach_copy_(self.statistics, kept.split([len(part) for part in self.statistics]))
 
     def clip_grad_by_norm(self, max_norm: float) -> None:
-        """Finish and clip the gradient of a script's own loop, after the last micro-batch."""
-        if self.accumulated < self.accumulation:
-            return
-        self.is_clipped = True
+        """Let `step` clip to ``max_norm``; upstream's ``engine.step`` calls this before it."""
         self.max_norm = max_norm
-        self.sum_gradients()
-        self.unscale_gradients()
-        self.clip_gradients()
 
     def step(self) -> None:
-        """Update in a script's own loop, after the last micro-batch; clip before, if need be."""
+        """Finish the gradient and update in a script's own loop, after the last micro-batch."""
         if self.accumulated == 0:
             raise UserError(
                 "step() has no gradient: call engine.backward(loss) before, not loss.backward()"
             )
-        if self.accumulated < self.accumulation:
-            return
-        if not self.is_clipped:
-            self.clip_grad_by_norm(self.max_norm)
-        self.is_clipped = False
-        self.update()
+        if self.accumulated == self.accumulation:
+            self.sum_gradients()
+            self.unscale_gradients()
+            self.clip_gradients()
+            self.update()
 
     def step_state(self) -> dict[str, Any]:
         """Return the JSON state of a checkpoint beside the optimizer's; waits for the device."""

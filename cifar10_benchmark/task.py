@@ -43,15 +43,15 @@ def build_train_loader(
     *,
     image_size: int,
     device: torch.device,
-    **ranks_and_seed: Any,
+    **options: Any,
 ) -> Loader:
     """Return the training loader: augmented images, newly permuted in every epoch.
 
-    ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
+    ``options`` are ``dp_rank``, ``dp_size``, ``seed`` and ``resolutions`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
-    ranks_and_seed |= dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
-    sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **ranks_and_seed)
+    options |= dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
+    sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **options)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, data, device))
 
@@ -117,12 +117,18 @@ class Augment:
         )
 
 
+def _resize(images_BCYX: Tensor, size: int) -> Tensor:
+    """Return uint8 images with sides of ``size``, in float32, rounded as Pillow rounds."""
+    floats = images_BCYX.float()
+    return F.interpolate(floats, (size, size), mode="bilinear", antialias=True).round()
+
+
 class MemoryReader:
     """Read samples of a split as normalised images and labels; the split is kept on ``device`` in
     uint8.
 
     ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are
-    zeros with label -100.
+    zeros with label -100. Images of a draw with another size are resized after ``augment``.
     """
 
     def __init__(
@@ -137,12 +143,14 @@ class MemoryReader:
         return prefetch(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
-        for indices, uniforms, *_ in draws:
+        for indices, uniforms, _, image_size in draws:
             rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
-            normalized = self._normalize(
-                self._augment(images, uniforms) if self._augment else images
-            )
+            if self._augment:
+                images = self._augment(images, uniforms)
+            if image_size not in (None, images.shape[-1]):
+                images = _resize(images, image_size)
+            normalized = self._normalize(images)
             if PADDING in indices:
                 is_padding = to_device(indices == PADDING, self._images.device)
                 normalized.masked_fill_(is_padding[:, None, None, None], 0)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from PIL.Image import Resampling
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
@@ -21,11 +22,13 @@ from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
 from common.data.crops import CenterCrop, Normalizer
 from common.errors import UserError
+from common.resolutions import Resolution
 from common.testing.photographs import write_colours
 from common.testing.ranks import run_ranks
 from common.testing.simulated_gpu import read_on_gpu
 
 CPU = torch.device("cpu")
+BILINEAR = Resampling.BILINEAR
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +67,17 @@ def test_evaluation_is_torchvisions(data, root):
 
 
 @pytest.mark.parametrize(
-    ("padding", "flip", "policy"), [(4, True, None), (2, False, "cifar10"), (0, True, None)]
+    ("padding", "flip", "policy", "size"),
+    [(4, True, None, 8), (2, False, "cifar10", 8), (0, True, None, 8), (1, True, "cifar10", 5)],
 )
-def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(data, padding, flip, policy):
+def test_crops_and_flips_are_torchvisions_then_autoaugment_then_the_size_as_pillows(
+    data, padding, flip, policy, size
+):
     data |= {"crop_padding": padding, "flip": flip, "autoaugment": policy, "repeats": 2}
     images, shown = torch.from_numpy(open_images(data).train.images), []
     for rank in (0, 1):
-        loader = build_train(data, dp_rank=rank, dp_size=2)
+        resolutions = Resolution(1, size, 4, 2), Resolution(2, 8, 4, 2)
+        loader = build_train(data, dp_rank=rank, dp_size=2, resolutions=resolutions)
         for draw, (found, _) in zip(loader.sampler.draws(0), loader, strict=True):
             expected = images[draw.indices]
             for number, row in enumerate(draw.uniforms):
@@ -79,9 +86,14 @@ def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(data, paddi
                 expected[number] = F.horizontal_flip(image) if flip and row[2] < 0.5 else image
             if policy:
                 AutoAugment().augment_batch(expected, draw.uniforms[:, 3:])
-            assert torch.equal(found, Normalizer(data["mean"], data["std"], CPU)(expected))
+            resized = [F.to_pil_image(image).resize((size, size), BILINEAR) for image in expected]
+            expected = torch.stack([F.pil_to_tensor(image) for image in resized])
+            difference = found - Normalizer(data["mean"], data["std"], CPU)(expected)
+            levels = difference * (255 * torch.tensor(data["std"])[:, None, None])
+            assert levels.abs().max() < (1.001 if size < 8 else 1e-9)
             shown += draw.indices.tolist()
     assert (len(shown), len(set(shown))) == (48, 24)
+    assert next(iter(loader))[0].shape[2:] == (8, 8)
 
 
 @pytest.mark.parametrize("build", [build_train, build_eval])

@@ -38,7 +38,12 @@ def main(argv: list[str]) -> None:
     )
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(
-        config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders
+        config.DATA,
+        plan.total_batch,
+        plan.micro_batch,
+        resolutions=plan.resolutions,
+        seed=config.SEED,
+        **loaders,
     )
     train_loader = BatchAugment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)

@@ -42,6 +42,7 @@ def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None
         plan.total_batch,
         plan.micro_batch,
         order=plan.order,
+        resolutions=plan.resolutions,
         seed=config.SEED,
         **loaders,
     )

@@ -31,7 +31,7 @@ from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks, slow
 
 SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=20", "LOG.every=3"]
-SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
+SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1", "IMAGE_SIZES=[(1, 8)]"]
 FLOAT16 = "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)"
 BFLOAT16 = "dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')"
 AMP = {
@@ -97,7 +97,7 @@ def train(
         ("none", "fp32", [(4, False), (4, True), (8, True), (2, None)]),
         *(("none", amp, IN_STEP_3) for amp in AMP if amp not in ("fp32", "head")),
         ("zero 1", "timm", IN_STEP_3),
-        ("dp2", "float16", [(4, True)]),
+        ("dp2", "float16", [(2, False), (4, True), (6, False)]),
         ("1d-2", "head", IN_STEP_3),
         *((mode, "fp32", IN_STEP_3) for mode in ("2d-4", "2.5d-8", "3d-8")),
         slow("dp2", "timm", IN_STEP_3),
@@ -109,7 +109,8 @@ def train(
 def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
     gpus, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
-    settings += ["MODEL=dict(timm='test_resnet', image_size=32)"] * (amp == "timm")
+    if amp == "timm":  # at less than 32 pixels oneDNN's gradients in bfloat16 vary
+        settings += ["MODEL=dict(timm='test_resnet', image_size=64)", "IMAGE_SIZES=[(1, 32)]"]
     settings += ["EMA=0.9"] * (amp != "TORCH") + ["OPTIMIZER.name='muon'"] * (amp == "Muon")
     if amp == "head":
         train(data, tmp_path / "body", ["MAX_STEPS=1"])

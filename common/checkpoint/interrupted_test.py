@@ -27,6 +27,8 @@ SETTINGS = (
     "EMA=0.9",
     "MODEL.dropout=0.1",
     "LOG.every=2",
+    "gradient_accumulation=2",
+    "IMAGE_SIZES=[(1, 8, 14)]",  # then 16 pixels, in micro-batches of 7
 )  # 2 epochs of 5 steps
 Inject = Callable[[], object]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import Count
+from common.resolutions import Resolution
 from common.text import counted, nearest_multiples
 
 
@@ -38,6 +39,8 @@ class Plan:
     tensor_parallel``. ``total_steps`` is the length of the schedule, ``last_step`` where the run
     ends (less with ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is
     what matrix products are computed in, ``order`` that in which shards are read, if there are any.
+    ``resolutions`` are those of IMAGE_SIZES, then that of MODEL; all but the last may have larger
+    micro-batches, and so fewer of them in a step.
     """
 
     gpus: Count
@@ -55,6 +58,7 @@ class Plan:
     dtype: str = "float32"
     order: str | None = None
     cooldown_steps: Count = 0
+    resolutions: tuple[Resolution, ...] = ()
 
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
@@ -115,7 +119,27 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
         cooldown_steps=cooldown,
         total_is_derived=config["TOTAL_BATCH_SIZE"] is None,
+        resolutions=_resolutions(config, total // data_parallel, micro),
     )
+
+
+def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[Resolution, ...]:
+    """Return the resolutions of a run whose processes have ``samples`` of a global batch each."""
+    resolutions: list[Resolution] = []
+    end = 0
+    for epochs, size, *stated in config["IMAGE_SIZES"]:
+        end += epochs
+        # as MICRO_BATCH_SIZE, no larger than what a process has
+        own = min(*stated, samples) if stated else micro
+        if samples % own or own < micro:
+            raise UserError(
+                f"IMAGE_SIZES: micro-batches of {own} images, at {size} pixels, have to divide the "
+                f"{samples} that a process has of a step, and to be no smaller than the {micro} at "
+                "full size: set others, or leave them out"
+            )
+        resolutions.append(Resolution(end, size, own, samples // own))
+    size = config["MODEL"]["image_size"]
+    return *resolutions, Resolution(config["NUM_EPOCHS"], size, micro, samples // micro)
 
 
 def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:

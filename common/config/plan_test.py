@@ -2,6 +2,7 @@ import pytest
 
 from common.config.plan import DataSummary, build_plan
 from common.errors import UserError
+from common.resolutions import Resolution
 
 IMAGENET = DataSummary(
     train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint=""
@@ -15,6 +16,8 @@ CONFIG = dict(
     WARMUP_EPOCHS=150,
     COOLDOWN_EPOCHS=0,
     MAX_STEPS=None,
+    IMAGE_SIZES=[],
+    MODEL=dict(image_size=224),
     DATA=dict(repeats=1024),
     parallel=dict(tensor=dict(size=1, mode=None)),
 )
@@ -48,6 +51,18 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
             dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=512, parallel=FOUR),
             8,
             dict(total_batch=1024),
+        ),
+        (
+            dict(MICRO_BATCH_SIZE=256, IMAGE_SIZES=[(9, 128, 512), (1, 160), (1, 192, 10**6)]),
+            8,
+            dict(
+                resolutions=(
+                    Resolution(9, 128, 512, 8),
+                    Resolution(10, 160, 256, 16),
+                    Resolution(11, 192, 4096, 1),
+                    Resolution(300, 224, 256, 16),
+                )
+            ),
         ),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
         (
@@ -106,6 +121,14 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
             "MICRO_BATCH_SIZE=40000 x .* is 80000, not",
         ),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
+        *(
+            (
+                dict(MICRO_BATCH_SIZE=256, IMAGE_SIZES=[(9, 128, micro_batch)]),
+                8,
+                f"of {micro_batch} images, at 128 pixels, have to divide the 4096 that .* the 256",
+            )
+            for micro_batch in (128, 1000)
+        ),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
         (

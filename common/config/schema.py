@@ -30,11 +30,12 @@ from common.config.fields import (
     suggest_key,
     values_of,
 )
-from common.config.model_keys import Model, TimmModel, choose_model
+from common.config.model_keys import Model, Size, TimmModel, choose_model
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
 from common.optim.schedules import SCHEDULES
+from common.text import nearest_multiples
 
 TorchvisionRandAugment = Annotated[
     tuple[int, Number],
@@ -298,6 +299,8 @@ class Zero(Section):
     """1: shard the optimizer's state; 3: parameters and gradients too"""
 
 
+Pixels = Annotated[tuple[Natural, Size], Field(strict=False)]
+PixelsAndBatch = Annotated[tuple[Natural, Size, Natural], Field(strict=False)]
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
     int | str,
@@ -328,6 +331,12 @@ class Config(Section):
 
     MAX_STEPS: Natural | None = key(None, unit="optimizer steps")
     """stop early; the schedule is unchanged"""
+
+    IMAGE_SIZES: list[Pixels | PixelsAndBatch] = key(
+        [], says="list of (epochs, pixels) or (epochs, pixels, images)"
+    )
+    """side of the training images in the first epochs, and their micro-batch if not
+    `MICRO_BATCH_SIZE`; then, and in evaluation, `MODEL.image_size` ([recipes.md](recipes.md))"""
 
     EVAL_EVERY: Natural = key(1, unit="epochs")
     """epochs between evaluations; the last epoch is always evaluated"""
@@ -480,6 +489,13 @@ class Config(Section):
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than "
                 f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}: add --set {remedy}"
             )
+        unit = getattr(self.MODEL, "patch_size", 1)  # timm's models check sizes themselves
+        for _, size, *_ in self.IMAGE_SIZES:
+            if size % unit:
+                raise ValueError(
+                    f"IMAGE_SIZES: {size} pixels are not a multiple of MODEL.patch_size={unit}; "
+                    f"the nearest that are: {nearest_multiples(size, unit)}"
+                )
         decay = self.OPTIMIZER.layer_decay
         if self.FREEZE and decay != 1:
             raise ValueError(
@@ -514,6 +530,7 @@ class Config(Section):
 CONFLICTS = (
     ("BCE_SUM", None, "BCE_THRESHOLD"),
     ("EMA_WARMUP", None, "EMA"),
+    ("IMAGE_SIZES", lambda sizes, epochs: sum(own for own, *_ in sizes) > epochs, "NUM_EPOCHS"),
     ("ERASING_MODE", None, "ERASING"),
     ("MIXUP_OFF_EPOCHS", None, "MIXUP", "CUTMIX"),
     ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),

@@ -72,14 +72,16 @@ class BatchAugment(TrainLoader):
         epoch = state["epoch"]
         # a range test may be longer than the training: with no last epochs all are blended
         blends = self.blends and not (self.last_epochs and epoch >= self.blended_epochs)
-        for number, (images, labels) in enumerate(batches, state["samples"] // self.sampler.stride):
-            step, row = self.sampler.position(number)
+        first = state["samples"] // self.sampler.dp_size
+        for images, labels in batches:
+            step, row = self.sampler.position(first)
             for change in self.changes:
                 uniforms = sample_uniforms(
                     self.seed, epoch, step, row, len(images), change.uniforms, change.stream
                 )
                 change.apply(images, uniforms)
-            seed = [self.seed, epoch, number, self.sampler.dp_rank]
+            seed = [self.seed, epoch, first // len(images), self.sampler.dp_rank]
+            first += len(images)
             yield self.blend(images, labels, seed) if blends else (images, labels)
 
     def state_dict(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ loaders, in any number of processes, produce the same ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,6 +182,11 @@ def _crops(
 
 
 Crop = RandomCrop | SimpleCrop | CenterCrop
+
+
+def at_size(crop: Crop, size: int) -> Crop:
+    """Return a training crop for images of another size."""
+    return replace(crop, size=size) if isinstance(crop, SimpleCrop) else crop
 
 
 def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -> np.ndarray:

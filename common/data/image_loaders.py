@@ -22,6 +22,7 @@ from common.data.crops import (
     Normalizer,
     RandomCrop,
     SimpleCrop,
+    at_size,
     crop_image,
 )
 from common.data.decoding import decode_image
@@ -115,9 +116,11 @@ def _decode_draw(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, uint8 [B, size, size, 3], labels, int64 [B], and messages for bad images.
 
-    ``task`` is a draw and its records, or None to read the images here.
+    ``task`` is a draw and its records, or None to read the images here. A draw's own size is used.
     """
-    (indices, uniforms, _), records = task
+    (indices, uniforms, _, image_size), records = task
+    size = image_size or size
+    crop = at_size(crop, size)
     images = np.zeros((len(indices), size, size, 3), np.uint8)
     labels = np.full(len(indices), NO_LABEL)
     bad = []
@@ -164,7 +167,8 @@ def build_train_loader(
 ) -> Loader:
     """Return the loader of random crops; each epoch permutes ``images``, or their ``blocks``.
 
-    ``sampling`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size``, ``seed``, ``resolutions`` and ``blocks`` of
+    `TrainSampler`.
     """
     augment = None
     uniforms = CROP_UNIFORMS

@@ -54,12 +54,12 @@ class Loader:
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
         self.sampler = sampler
         self.reader = reader
-        self._position = (0, 0)  # epoch, batches yielded
+        self._position = (0, 0)  # epoch, its samples yielded over all ranks
         self._next_pass = (0, 0)
         self._pass = self._batches(0, 0)  # a generator that is not started
 
     def __len__(self) -> int:
-        """Return the batches of a whole pass."""
+        """Return the batches of a whole pass, at the last resolution."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -72,15 +72,14 @@ class Loader:
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of its samples yielded so far, over all ranks."""
         epoch, done = self._position
-        return {"epoch": epoch, "samples": done * self.sampler.stride}
+        return {"epoch": epoch, "samples": done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from a position; between optimizer steps it may be from a run with another number
         of processes.
         """
-        done = state["samples"] // self.sampler.stride
         # beyond the end where the data set has shrunk since
-        self._position = self._after(state["epoch"], done)
+        self._position = self._after(state["epoch"], state["samples"])
         self._next_pass = self._position
 
     def close(self) -> None:
@@ -90,15 +89,17 @@ class Loader:
 
     def _batches(self, epoch: int, start: int) -> Batches:
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
-            for done, batch in enumerate(batches, start + 1):
+            done = start
+            for images, labels in batches:
+                done += len(labels) * self.sampler.dp_size
                 self._position = self._after(epoch, done)
-                yield batch
+                yield images, labels
 
     def _after(self, epoch: int, done: int) -> tuple[int, int]:
-        """Return the position after ``done`` batches of an epoch; the last one's is the next
+        """Return the position after ``done`` samples of an epoch; the last one's is the next
         epoch's first.
         """
-        return (epoch, done) if done < len(self) else (epoch + 1, 0)
+        return (epoch, done) if done < self.sampler.samples_per_epoch else (epoch + 1, 0)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -11,12 +11,14 @@ The number of streams depends on the data set and the batch but not on the numbe
 (Streaming's ``num_canonical_nodes``), and so does the order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from common.resolutions import Resolution, resolution_at
 
 # the streams of random numbers, each the second word of Philox's key
 ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW = range(6)
@@ -34,6 +36,7 @@ class Draw(NamedTuple):
     # In block order, int64 [B, 3]: the records to read at once with each sample (the first, and the
     # one after the last), and whether this rank draws from them again (0) or not (1).
     spans: np.ndarray | None = None
+    image_size: int | None = None  # pixels; None: that of the reader
 
 
 class Stream(NamedTuple):
@@ -58,6 +61,10 @@ class TrainSampler:
     draws of a sample are ``1 / repeats`` of the rows of its stream apart. Without blocks a stream
     is the whole batch, so that the draws fall on different ranks or micro-batches.
 
+    With ``resolutions``, an epoch has their size of images and of micro-batches, by which neither
+    the samples nor the random numbers of a global batch change. No micro-batch is smaller than
+    ``micro_batch``.
+
     ``blocks`` holds the first record of each block and the number of records, int64. With it the
     order is one of streams of blocks, else a permutation of all samples. Each stream has
     consecutive rows of the batch.
@@ -74,35 +81,41 @@ class TrainSampler:
     repeats: int = 1
     blocks: np.ndarray | None = None
     window: int = 1
+    resolutions: Sequence[Resolution] = ()
 
-    def __post_init__(self) -> None:
-        # samples that one micro-batch takes over all ranks
-        self.stride = self.micro_batch * self.dp_size
-        self.accumulation = self.total_batch // self.stride
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.samples // self.total_batch * self.total_batch
 
     def __len__(self) -> int:
-        """Return the micro-batches in an epoch."""
-        return self.samples // self.total_batch * self.accumulation
+        """Return the micro-batches of ``micro_batch`` samples in an epoch."""
+        return self.samples_per_epoch // (self.micro_batch * self.dp_size)
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
-        """Yield the epoch's micro-batches from number ``start`` on."""
+        """Yield the epoch's micro-batches after its first ``start`` samples, over all ranks."""
+        image_size, rows = None, self.micro_batch
+        if self.resolutions:
+            resolution = resolution_at(self.resolutions, epoch)
+            image_size, rows = resolution.image_size, resolution.micro_batch
         order = self._order(epoch)
         is_last = _is_last(order.span_of)
-        for number in range(start, len(self)):
-            step, row = self.position(number)
-            uniforms = sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms)
-            drawn = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+        for first in range(start // self.dp_size, self.samples_per_epoch // self.dp_size, rows):
+            step, row = self.position(first)
+            uniforms = sample_uniforms(self.seed, epoch, step, row, rows, self.uniforms)
+            drawn = slice(first, first + rows)
             spans = None
             if self.blocks is not None:
                 spans = np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
-            yield Draw(order.samples[drawn], uniforms, spans)
+            yield Draw(order.samples[drawn], uniforms, spans, image_size)
 
-    def position(self, number: int) -> tuple[int, int]:
-        """Return the step of micro-batch ``number`` of an epoch, and its first row in the global
+    def position(self, first: int) -> tuple[int, int]:
+        """Return the step of this rank's sample ``first`` of an epoch, and its row in the global
         batch.
         """
-        step, micro_step = divmod(number, self.accumulation)
-        return step, (self.dp_rank * self.accumulation + micro_step) * self.micro_batch
+        rows_per_rank = self.total_batch // self.dp_size
+        step, row = divmod(first, rows_per_rank)
+        return step, self.dp_rank * rows_per_rank + row
 
     def _order(self, epoch: int) -> Stream:
         """Return all samples that this rank draws in an epoch, in order."""
@@ -157,20 +170,22 @@ class EvalSampler:
     dp_size: int = 1
     blocks: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        self.stride = self.batch * self.dp_size
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of a pass, over all ranks, with padding."""
+        return len(self) * self.batch * self.dp_size
 
     def __len__(self) -> int:
         """Return the batches of each rank."""
-        return -(-self.samples // self.stride)
+        return -(-self.samples // (self.batch * self.dp_size))
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
-        """Yield the batches from number ``start`` on, the same in every epoch."""
+        """Yield the batches after the first ``start`` samples, the same in every epoch."""
         share = len(self) * self.batch
         first = min(self.dp_rank * share, self.samples)
         end = min((self.dp_rank + 1) * share, self.samples)
         no_uniforms = np.empty((self.batch, 0))
-        for number in range(start, len(self)):
+        for number in range(start // (self.batch * self.dp_size), len(self)):
             indices = self.dp_rank * share + number * self.batch + np.arange(self.batch)
             spans = None
             if self.blocks is not None:

@@ -27,10 +27,9 @@ def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple
     ranks = build(*sizes, **options)
     drawn = [list(rank.draws(epoch)) for rank in ranks]
     steps = []
-    for first in range(0, len(ranks[0]), ranks[0].accumulation):
-        parts = [
-            draw[:2] for draws in drawn for draw in draws[first : first + ranks[0].accumulation]
-        ]
+    per_step = len(drawn[0]) // (sizes[0] // sizes[1])
+    for first in range(0, len(drawn[0]), per_step):
+        parts = [draw[:2] for draws in drawn for draw in draws[first : first + per_step]]
         steps.append(tuple(np.concatenate(field) for field in zip(*parts, strict=True)))
     return steps
 
@@ -125,7 +124,7 @@ def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size,
     drawn = samples // 64 * 64 // repeats
     assert drawn <= sum(end - first for first, end in together) <= drawn + 64 * 15
     assert len(together) <= 1024 / repeats + 64
-    resumed = reads_of(list(ranks[0].draws(2, len(ranks[0]) // 2)), most)
+    resumed = reads_of(list(ranks[0].draws(2, samples // 128 * 64)), most)
     assert len(resumed) <= len(reads[0]) / 2 + most
 
 

@@ -70,10 +70,19 @@ def explain_compiler(error: Exception) -> str:
     )
 
 
+def count_graphs() -> int:
+    """Return the graphs that dynamo has compiled so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo")  # takes seconds to import, if nothing is compiled
+    return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def compile_model(
-    model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor"
+    model: nn.Module,
+    how: bool | str | None,
+    backend: str | Callable[..., Any] = "inductor",
+    sizes: int = 1,
 ) -> None:
-    """Compile ``model`` in place; names stay the same.
+    """Compile ``model`` in place, for each of ``sizes`` shapes of images anew; names stay the same.
 
     ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are
     compiled once, and with several ranks gradients are reduced while the backward pass continues; a
@@ -83,11 +92,12 @@ def compile_model(
     """
     # With AMP_TYPE.NAIVE every block is compiled separately, and beyond the limit dynamo stops.
     blocks = list(getattr(model, "blocks", [model]))
-    limit = GRAPHS_PER_BLOCK * len(blocks)
+    limit = GRAPHS_PER_BLOCK * len(blocks) * sizes
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # Graphs are not split where DDP's buckets end: a block's is small enough to overlap with the
     # communication of the one before.
     torch._dynamo.config.optimize_ddp = False
     mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
     for part in [model] if how == "model" else blocks:
-        part.compile(backend=backend, mode=mode)
+        # a graph for any size, as dynamo would make for the second one, is slower
+        part.compile(backend=backend, mode=mode, dynamic=False)

@@ -181,7 +181,7 @@ def initialize(
     ]
     compiles = config.get("COMPILE", False)
     if should_compile(compiles, device.type):
-        compile_model(model, compiles)
+        compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _average_gradients(model, config),

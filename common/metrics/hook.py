@@ -16,6 +16,7 @@ from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, all_reduce
 from common.hardware import peak_memory
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
+from common.resolutions import resolution_at
 
 
 class MetricsHook(BaseHook):
@@ -38,12 +39,13 @@ class MetricsHook(BaseHook):
         tensorboard: bool,
         trackers: Sequence[str],
         is_main: bool,
-        peak_samples_per_s: float,
+        peak_samples_per_s: Mapping[int, float],
         start: int = 0,
     ):
         """Open the loggers on rank 0, where ``is_main``.
 
-        ``every``: steps between two train records; ``start``: optimizer steps completed before.
+        ``every``: steps between two train records; ``start``: optimizer steps completed before;
+        ``peak_samples_per_s``: by image size.
         """
         super().__init__(priority=0)
         self.plan = plan
@@ -63,38 +65,41 @@ class MetricsHook(BaseHook):
     def _restart_window(self, trainer: Trainer) -> None:
         """Begin to count for the next train record."""
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
-        self.micro_batches = 0
-        self.untimed = 0  # those of ``micro_batches`` that ran before this process started
+        self.steps = 0
+        self.untimed = 0  # those of ``steps`` that ran before this process started
+        self.at_peak = 0.0  # seconds that the others would take at peak FLOP/s
         self.started = time.perf_counter()
         self.waited = trainer.data_wait
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's running totals for the next train record; waits for the device."""
-        steps = self.micro_batches // self.plan.accumulation
-        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
+        # of each step the mean, as if it had one micro-batch
+        return {"steps": self.steps, "micro_batches": self.steps, "loss": self.loss.item()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
         """Resume from the state of ``rank``, or from the mean of all ``states`` if it is None."""
         states = states if rank is None else [states[rank]]
         first = states[0]
+        self.steps = self.untimed = first["steps"]
         loss = first["loss"]
-        micro_batches = first["steps"] * self.plan.accumulation
-        # of another number of ranks, or of micro-batches a step, only the mean loss is known
-        if micro_batches and (rank is None or micro_batches != first["micro_batches"]):
-            mean = fmean(state["loss"] / state["micro_batches"] for state in states)
-            loss = mean * micro_batches
-        self.micro_batches = micro_batches
-        self.untimed = micro_batches
+        # of other ranks, or of an earlier version, which sums micro-batches, the mean loss is known
+        if self.steps and (rank is None or self.steps != first["micro_batches"]):
+            loss = self.steps * fmean(state["loss"] / state["micro_batches"] for state in states)
         self.started = time.perf_counter()
         self.loss.fill_(loss)
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        size = resolution_at(self.plan.resolutions, trainer.cur_epoch).image_size
+        self.step_at_peak = self.plan.total_batch / self.peak_samples_per_s[size]
 
     def after_train_iter(
         self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor
     ) -> None:
-        self.loss += loss.detach()
-        self.micro_batches += 1
+        self.loss += loss.detach() / trainer.engine.optimizer.accumulation
         if not trainer.update_done:
             return
+        self.steps += 1
+        self.at_peak += self.step_at_peak
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
         shown = None
         if not has_record and not self.has_shown_loss:
@@ -108,26 +113,25 @@ class MetricsHook(BaseHook):
 
     def _mean_loss(self) -> float:
         """Return the mean loss since the last record, over all ranks; waits for the device."""
-        total = all_reduce(self.loss / self.micro_batches, ParallelMode.DATA)
+        total = all_reduce(self.loss / self.steps, ParallelMode.DATA)
         return total.item() / self.plan.data_parallel
 
     def _train_figures(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of a train record."""
         loss = self._mean_loss()  # first, as the times below are of a device that has finished
         elapsed = time.perf_counter() - self.started
-        timed = self.micro_batches - self.untimed
-        samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
+        timed = self.steps - self.untimed
         phases = self.clock.read()
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             "skipped": trainer.engine.optimizer.skipped,
-            "samples_per_s": samples_per_s,
-            "mfu": samples_per_s / self.peak_samples_per_s,
+            "samples_per_s": timed * self.plan.total_batch / elapsed,
+            "mfu": self.at_peak / elapsed,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
-            "forward_s": phases["forward"] * self.plan.accumulation / timed,
-            "backward_s": phases["backward"] * self.plan.accumulation / timed,
+            "forward_s": phases["forward"] / timed,
+            "backward_s": phases["backward"] / timed,
             "peak_memory_gb": peak_memory() / 1e9,
         }
 

@@ -1,5 +1,6 @@
 """A train record against a clock of which every second is known."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from common.engine.trainer import Trainer
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
 from common.metrics.metrics_file import read_metrics
+from common.resolutions import Resolution
 from common.testing.ranks import launched
 
 CLOCK = SimpleNamespace(now=0.0)
@@ -33,6 +35,7 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     )
     monkeypatch.setattr("common.engine.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
+    plan = replace(plan, resolutions=(Resolution(1, 8, 4, 2), Resolution(2, 16, 4, 2)))
     with launched(gradient_accumulation=2):
         model = nn.Linear(3, 2)
         model.register_forward_hook(lambda *_: let_pass(1))
@@ -40,17 +43,16 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
         batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 6
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)
-        logging = dict(every=3, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=4)
-        metrics = MetricsHook(plan, tmp_path, **logging)
+        logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)
+        metrics = MetricsHook(plan, tmp_path, peak_samples_per_s={8: 4, 16: 2}, **logging)
         # with an evaluation between two records
         Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
     assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
-    seconds = dict(
-        forward_s=2, backward_s=6, samples_per_s=8 / 12, mfu=8 / 12 / 4, data_wait=2 / 12
-    )
-    for line in lines:
-        assert {name: line[name] for name in seconds} == pytest.approx(seconds)
+    seconds = dict(forward_s=2, backward_s=6, samples_per_s=8 / 12, data_wait=2 / 12)
+    for line, peak in zip(lines, (4, 2), strict=True):
+        expected = seconds | {"mfu": 8 / 12 / peak}
+        assert {name: line[name] for name in expected} == pytest.approx(expected)
         assert 0.1 < line["peak_memory_gb"] < 100
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     assert lines[-1]["grad_norm"] == pytest.approx(norm)

@@ -41,9 +41,11 @@ FORMULAS = {
 } | flop_registry
 
 
-def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
+def flops_per_image(
+    model: Mapping[str, Any], frozen: str | None = None, image_size: int | None = None
+) -> int:
     """Return the FLOPs per image of the forward and backward pass of ``model`` (the config's
-    MODEL).
+    MODEL), for images of ``image_size``, by default the model's.
 
     Two per multiply-add of the matrix products, including attention, in the forward pass, times 3
     for both passes; activation recomputation does not count. A body frozen by FREEZE (``frozen``)
@@ -53,13 +55,17 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     Raises `UserError` for images that the model does not take.
     """
     built = build_on_meta(dict(model)).eval()
-    size = model["image_size"]
+    size = image_size or model["image_size"]
     try:
         with FlopCount() as count, torch.no_grad():
             built(torch.empty(1, 3, size, size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
+        fault = f"the model takes no such images ({first_line(error)})"
+        if size == model["image_size"]:
+            raise UserError(f"MODEL.image_size={size}: {fault}") from error
         raise UserError(
-            f"MODEL.image_size={size}: the model takes no such images ({first_line(error)})"
+            f"IMAGE_SIZES: {size} pixels: {fault}; leave it out (timm's ViTs take several sizes "
+            "with MODEL.dynamic_img_size=True)"
         ) from error
     if not frozen:
         return 3 * count.total

@@ -227,13 +227,23 @@ def test_refusals(settings, message):
         flops_per_image(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
 
 
-def test_tensor_parallel_modes_are_refused(data, tmp_path):
-    settings = ["MODEL=dict(timm='test_vit')", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
-    words = "mode '1d': set it to None, or give a plain ViT by the other keys of MODEL$"
-    with pytest.raises(
-        UserError, match=f"^MODEL.timm='test_vit' does not support tensor parallel {words}"
-    ):
-        train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["MODEL.timm=test_vit", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"],
+            "^MODEL.timm='test_vit' does not support tensor parallel mode '1d': set it to None, or "
+            "give a plain ViT by the other keys of MODEL$",
+        ),
+        (
+            ["MODEL.timm=vit_tiny_patch16_224", "IMAGE_SIZES=[(1, 64)]"],
+            "^IMAGE_SIZES: 64 pixels: the model takes no .*MODEL.dynamic_img_size=True.$",
+        ),
+    ],
+)
+def test_what_a_model_of_timms_does_not_support_is_refused(settings, words, data, tmp_path):
+    with pytest.raises(UserError, match=words):
+        train(data, tmp_path, "MODEL=dict()", *settings, flags=["--dry-run", "--gpus", "2"])
 
 
 @pytest.mark.slow

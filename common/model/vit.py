@@ -8,6 +8,7 @@ Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens,
 E width of a head.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -200,7 +201,9 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Map images [B, 3, image_size, image_size] to logits [B, classes]."""
+    """Map images [B, 3, image_size, image_size], or square ones of another size, to logits [B,
+    classes].
+    """
 
     head_names = ("head",)
 
@@ -233,8 +236,9 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
+        pos_embed = resample_positions(self.pos_embed, x_BND.shape[1], self.embedded_prefix)
         # a float32 one would make the residual stream float32 under autocast, as in timm
-        pos_embed = bfloat16_as(self.pos_embed, x_BND)
+        pos_embed = bfloat16_as(pos_embed, x_BND)
         if not self.embedded_prefix:  # of patches alone
             x_BND = x_BND + pos_embed
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
@@ -292,6 +296,21 @@ def _build_position(arguments: Model) -> nn.Parameter:
         return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
     # a parameter, so that it is in the state_dict, as in timm
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
+
+
+def resample_positions(table_1ND: Tensor, patches: int, prefix: int) -> Tensor:
+    """Return the position embedding of a square of ``patches``; that of ``prefix`` tokens is kept.
+
+    Equal to timm's `resample_abs_pos_embed`. Channels are independent, so they may be sharded.
+    """
+    if table_1ND.shape[1] == prefix + patches:
+        return table_1ND
+    old = math.isqrt(table_1ND.shape[1] - prefix)
+    new = math.isqrt(patches)
+    grid_1DYX = table_1ND[:, prefix:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    grid_1DYX = F.interpolate(grid_1DYX, (new, new), mode="bicubic", antialias=True)
+    resampled_1ND = grid_1DYX.flatten(2).mT.to(table_1ND.dtype)
+    return torch.cat([table_1ND[:, :prefix], resampled_1ND], dim=1)
 
 
 def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:

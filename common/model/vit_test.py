@@ -34,7 +34,7 @@ def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     ours = build_model(**arguments)
     with torch.device("meta"):  # its own initialisation would only cost time
-        theirs = TimmVisionTransformer(**timm_arguments(**arguments))
+        theirs = TimmVisionTransformer(**timm_arguments(**arguments), dynamic_img_size=True)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if p.ndim == 1 or name.endswith("_token"):
@@ -76,14 +76,18 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
         },
         {"drop_path": 0.5, "reg_tokens": 3},
         {"dropout": 0.1, "drop_path": 0.5},
+        {"images": 8},
+        {"images": 24, "reg_tokens": 2, "no_embed_class": True},
+        {"images": 12, "pool": "avg", "position": "sincos2d"},
     ],
 )
 def test_options_equal_timm(options):
     """In float64, gradients too. From one seed both draw the same masks, with our Dropout in
     timm's places.
     """
-    ours, theirs = (model.double() for model in build_pair(**TINY | options))
-    side = (TINY | options)["image_size"]
+    options = TINY | options
+    side = options.pop("images", options["image_size"])  # to whose grid positions are resampled
+    ours, theirs = (model.double() for model in build_pair(**options))
     images = torch.randn(2, 3, side, side, dtype=torch.float64)
     mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
     if options.get("position") == "sincos2d":

@@ -275,10 +275,12 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
     model = config["MODEL"]
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
-    flops_per_image(model)  # refuses images that it does not take
+    for resolution in plan.resolutions:
+        flops_per_image(model, image_size=resolution.image_size)  # refuses what it does not take
     if plan.micro_batch == 1:
         _check_single_images(config)
-    check_tensor_parallel(config["parallel"], model, plan.micro_batch)
+    for resolution in plan.resolutions:
+        check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)
 

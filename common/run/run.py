@@ -27,8 +27,9 @@ from common.launch.signals import exit_stopped, signal_name, stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, read_metrics
+from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
-from common.model.flops import peak_images_per_s
+from common.model.flops import flops_per_image, peak_images_per_s
 from common.text import print_wrapped
 
 
@@ -73,19 +74,25 @@ class Run:
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
         if self.measurement:
-            return [self.measurement]
+            return [ResolutionHook(self.plan, self.is_main), self.measurement]
         config = self.about["config"]
         if self.is_main:
             write_start(self.output, self.about, self.start_from)
         start = self.about["starts"][-1]["step"]
-        peak = peak_images_per_s(
-            config["MODEL"], config["fp16"], self.plan.gpus, self.device, config["FREEZE"]
-        )
+        shape = config["MODEL"]
+        frozen = config["FREEZE"]
+        peak = peak_images_per_s(shape, config["fp16"], self.plan.gpus, self.device, frozen)
+        peak_flops = peak * flops_per_image(shape, frozen)
+        peaks = {
+            resolution.image_size: peak_flops
+            / flops_per_image(shape, frozen, resolution.image_size)
+            for resolution in self.plan.resolutions
+        }
         metrics = MetricsHook(
             self.plan,
             self.output,
             is_main=self.is_main,
-            peak_samples_per_s=peak,
+            peak_samples_per_s=peaks,
             start=start,
             **config["LOG"],
         )
@@ -101,7 +108,8 @@ class Run:
             start_from=self.start_from,
             averages=ema.averages if ema else None,
         )
-        return [hook for hook in (metrics, ema, checkpoints) if hook is not None]
+        hooks = ResolutionHook(self.plan, self.is_main), metrics, ema, checkpoints
+        return [hook for hook in hooks if hook is not None]
 
     def finish(self) -> None:
         """Leave the process group and print the output paths; the last line is the final top-1.

@@ -87,6 +87,8 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
         total = max(steps, plan.total_steps)
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=total)
+        # at one size, the first: losses and times of several are not comparable
+        plan = replace(plan, resolutions=(replace(plan.resolutions[0], end=steps),))
     prepared = prepared._replace(plan=plan)
     about = _describe_start(args, argv, task, prepared)
     about |= ask_first_rank(lambda: note_start(about, begin.checkpoint))

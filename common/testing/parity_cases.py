@@ -86,8 +86,9 @@ def blended_loss(logits: Tensor, target: Tensor, other: Tensor, share: Tensor) -
 def micro_batches(steps: int = STEPS, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
     """Yield a data-parallel rank's micro-batches: images, and the arguments of `blended_loss`."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps * ACCUMULATION):
-        images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
+    for number in range(steps * ACCUMULATION):
+        side = 16 if number < ACCUMULATION else 8  # of the images, which IMAGE_SIZES changes
+        images = torch.randn(MICRO_BATCH, 3, side, side, generator=generator)
         labels = torch.randint(MODEL["num_classes"], (2, MICRO_BATCH), generator=generator)
         target, other = labels.chunk(dp_size, dim=1)[dp_rank]
         share = torch.rand((), generator=generator)

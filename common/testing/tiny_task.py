@@ -90,7 +90,12 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     run.load_init(model)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(
-        config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place
+        config.DATA,
+        plan.total_batch,
+        plan.micro_batch,
+        resolutions=plan.resolutions,
+        seed=config.SEED,
+        **place,
     )
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **place)
     steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps

@@ -24,7 +24,7 @@ from nvidia.dali.data_node import DataNode
 from PIL import Image
 from torch import Tensor
 
-from common.data.crops import Crop, Crops, Normalizer, reflected, resample
+from common.data.crops import Crop, Crops, Normalizer, at_size, reflected, resample
 from common.data.image_split import Record
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
@@ -52,6 +52,7 @@ class RawBatch(NamedTuple):
     uniforms: np.ndarray
     labels: np.ndarray
     samples: int  # without padding, which is last
+    size: int  # pixels of its result
 
 
 @pipeline_def
@@ -68,15 +69,16 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 
 @pipeline_def
 def decode_and_resize(
-    source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool
+    source: Callable[[], tuple], filter_: str, device: str, whole: bool
 ) -> DataNode:
     """Return the graph for a GPU: decode a window, resample a region, mirror; uint8 [3, Y, X].
 
     With ``whole``, images are decoded whole and cut then.
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
-    regions that become ``size``, flips. ``device`` is "mixed", or "cpu" for tests.
+    regions, flips, the sizes that the regions become. ``device`` is "mixed", or "cpu" for tests.
     """
-    jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
+    inputs = fn.external_source(source, num_outputs=7)
+    jpegs, start, shape, region_start, region_end, flip, sizes = inputs
     # upsampling is the CPU's way, so that a GPU sees the same pixels
     options: dict[str, Any] = dict(
         device=device, adjust_orientation=False, jpeg_fancy_upsampling=True
@@ -90,7 +92,7 @@ def decode_and_resize(
         images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     images = fn.resize(
         images,
-        size=(size, size),
+        size=sizes,
         interp_type=FILTERS[filter_],
         roi_start=region_start,
         roi_end=region_end,
@@ -207,9 +209,10 @@ class DaliReader:
             labels = rows["label"].astype(np.int64)
             labels[samples:] = NO_LABEL
             shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
-            crops = self.crop(shape, draw.uniforms)
+            size = draw.image_size or self.size
+            crops = at_size(self.crop, size)(shape, draw.uniforms)
             jpegs = [_jpeg(record) for record in records]
-            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, samples)
+            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, samples, size)
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -218,7 +221,8 @@ class DaliReader:
         *window, flip, _ = raw.crops
         if not self.resizes:
             return raw.jpegs, *window[:2]
-        return raw.jpegs, *window, flip.astype(np.int32)
+        sizes = np.full((len(flip), 2), raw.size, np.float32)
+        return raw.jpegs, *window, flip.astype(np.int32), sizes
 
     def _build(self) -> Pipeline:
         on_gpu = self.device.type == "cuda"
@@ -231,9 +235,7 @@ class DaliReader:
             return decode_windows(self._next_inputs, **place)
         how = "mixed" if on_gpu else "cpu"
         whole = not decodes_windows()
-        return decode_and_resize(
-            self._next_inputs, self.size, self.crop.interpolation, how, whole, **place
-        )
+        return decode_and_resize(self._next_inputs, self.crop.interpolation, how, whole, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at a pass's end."""
@@ -265,13 +267,13 @@ class DaliReader:
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], Batch]:
         """Resize the windows that DALI has decoded, in threads; return what waits for the batch."""
-        images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
+        images_BYXC = torch.empty(len(raw.jpegs), raw.size, raw.size, 3, dtype=torch.uint8)
         arrays = images_BYXC.numpy()
 
         def resize(first: int) -> None:
             for row in range(first, raw.samples, self.threads):
                 view = resample(
-                    np.asarray(outputs[0][row]), raw.crops, row, self.size, self.crop.interpolation
+                    np.asarray(outputs[0][row]), raw.crops, row, raw.size, self.crop.interpolation
                 )
                 if self.augment:
                     uniforms = raw.uniforms[row, -self.augment.uniforms :]

@@ -188,7 +188,8 @@ def build_train_loader(
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, sampler.dp_size, device)
-    reader = build_reader(images, crop, augment=augment, batch=micro_batch, **options)
+    largest = max([micro_batch, *(each.micro_batch for each in sampler.resolutions)])
+    reader = build_reader(images, crop, augment=augment, batch=largest, **options)
     return Loader(sampler, reader)
 
 

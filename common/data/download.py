@@ -1,9 +1,7 @@
 """Archives of data sets: download and unpack them."""
 
 import shutil
-import tarfile
-import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from common.errors import UserError
 from common.files import folder_lock
@@ -19,24 +17,20 @@ def fetch(
     needed: str,
     description: str,
 ) -> None:
-    """Unpack ``path`` from ``archive`` in a folder above it, after a download if ``DATA.download``
-    is set.
+    """Unpack ``path`` from ``archive``, which is downloaded first if ``allow_download``.
 
-    If several processes of a machine call this at once, one does the work while the others wait.
-    ``needed`` and ``description`` tell the user what was looked for and what a download would get.
+    The archive is in a folder above ``path``, and used only if its MD5 sum is ``md5``. If several
+    processes of a machine call this at once, one does the work while the others wait. ``needed``
+    and ``description`` tell the user what was looked for and what a download would get.
     """
-    from torchvision.datasets.utils import (
-        check_integrity,
-        download_url,
-    )  # takes a second, and few runs download
+    # takes a second to import, and few runs download
+    from torchvision.datasets.utils import check_integrity, download_url
 
     root = archive.parent
     if not allow_download and not check_integrity(archive, md5):
-        fault = (
-            f"{archive}: its MD5 is not {md5}"
-            if archive.is_file()
-            else f"DATA.root={root} has no {needed}"
-        )
+        fault = f"DATA.root={root} has no {needed}"
+        if archive.is_file():
+            fault = f"{archive}: its MD5 is not {md5}"
         raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
     with folder_lock(root, wait=True):
         if path.exists():  # another process was first
@@ -51,15 +45,16 @@ def fetch(
 
 
 def extract(archive: Path, name: Path | str, folder: Path) -> None:
-    """Unpack the archive's folder or file ``name`` as ``folder / name``, which appears only when it
-    is whole.
+    """Unpack the folder or file ``name`` of a zip or tar as ``folder / name``.
 
-    Raises `UserError` for an archive that is damaged, lacks it, or has a member that could write
-    outside of ``folder``.
+    It appears only when it is whole. Raises `UserError` for an archive that is damaged, lacks it,
+    or has a member outside of it (``../``).
     """
     unpacked = folder / f".{archive.name}.partial"
+    # tars are kept inside by this filter, zips by zipfile itself
+    options = {} if archive.suffix == ".zip" else {"filter": "data"}
     try:
-        _unpack(archive, unpacked)
+        shutil.unpack_archive(archive, unpacked, **options)
         (folder / name).parent.mkdir(exist_ok=True)
         (unpacked / name).rename(folder / name)
     except Exception as error:  # of a damaged archive, a dozen unrelated types
@@ -69,28 +64,3 @@ def extract(archive: Path, name: Path | str, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack a zip or tar; raise an error for a member with a path out of it, and for a link.
-
-    torchvision's `extract_archive` before 0.27 writes wherever a member's path leads.
-    """
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as members:
-            for name in members.namelist():  # zipfile would drop ".." and a leading slash unsaid
-                if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                    raise ValueError(f"{name!r} leads outside")
-            members.extractall(folder)
-        return
-    with tarfile.open(archive) as members:
-        members.extractall(folder, filter=_refuse_outside)
-
-
-def _refuse_outside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
-    # Tar's own filter strips a leading slash, and before Python 3.11.13 a chain of links evades it
-    if member.name.startswith("/"):
-        raise tarfile.AbsolutePathError(member)
-    if member.issym() or member.islnk():
-        raise tarfile.SpecialFileError(member)
-    return tarfile.data_filter(member, folder)

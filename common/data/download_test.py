@@ -5,7 +5,6 @@ import io
 import os
 import tarfile
 import threading
-import zipfile
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -20,42 +19,26 @@ from common.testing.ranks import run_ranks
 CONTENT = np.random.default_rng(0).bytes(300_000)
 
 
-def write_archive(path: Path, *members: str | tarfile.TarInfo) -> Path:
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            for member in members:
-                archive.writestr(member, CONTENT)
-        return path
+def write_archive(path: Path, *members: str) -> Path:
     with tarfile.open(path, "w:gz") as tar:
         for member in members:
-            info = tarfile.TarInfo(member) if isinstance(member, str) else member
-            info.size = len(CONTENT) if info.isreg() else 0
+            info = tarfile.TarInfo(member)
+            info.size = len(CONTENT)
             tar.addfile(info, io.BytesIO(CONTENT))
     return path
 
 
-def link(kind: bytes, target: str) -> tarfile.TarInfo:
-    member = tarfile.TarInfo("data/link")
-    member.type, member.linkname = kind, target
-    return member
-
-
 @pytest.mark.parametrize(
-    ("suffix", "members"),
+    "members",
     [
-        ("tgz", ["data/one", "../evil"]),
-        ("tgz", ["data/one", "data/../../../evil"]),
-        ("tgz", ["data/one", "/tmp/evil"]),
-        ("tgz", ["data/one", link(tarfile.SYMTYPE, "/etc/passwd")]),
-        ("tgz", ["data/one", link(tarfile.LNKTYPE, "../../evil")]),
-        ("tgz", ["other"]),
-        ("tgz", []),  # and what is left of it after a cut
-        ("zip", ["data/one", "../evil"]),
-        ("zip", ["data/one", "/tmp/evil"]),
+        ["data/one", "data/../../../evil"],
+        ["other"],
+        [],  # and what is left of it after a cut
     ],
 )
-def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, suffix, members):
-    archive, folder = tmp_path / f"archive.{suffix}", tmp_path / "folder"
+def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, members):
+    archive = tmp_path / "archive.tgz"
+    folder = tmp_path / "folder"
     folder.mkdir()
     write_archive(archive, *(members or ["data/one"]))
     if not members:
@@ -72,11 +55,9 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, suffix, members):
 def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     source = write_archive(tmp_path / "archive.tar.gz", "a/data/one")
-    md5, folder, archive = (
-        hashlib.md5(source.read_bytes()).hexdigest(),
-        tmp_path / "new/a/data",
-        tmp_path / "new/a.tgz",
-    )
+    md5 = hashlib.md5(source.read_bytes()).hexdigest()
+    folder = tmp_path / "new/a/data"
+    archive = tmp_path / "new/a.tgz"
     with HTTPServer(
         ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
     ) as http:
@@ -96,9 +77,8 @@ def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
         capfd.readouterr()
         run_ranks(4, fetch, folder, archive, url, md5, True, "data/", "4 TB")
         http.shutdown()
-    assert (
-        capfd.readouterr().err.count('"GET /archive.tar.gz') == 2
-    )  # one process: the address, then the content
+    # one process: the address, then the content
+    assert capfd.readouterr().err.count('"GET /archive.tar.gz') == 2
     assert (folder / "one").read_bytes() == CONTENT
     with pytest.raises(
         UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True fetches 4 TB"

@@ -1,6 +1,4 @@
-"""Caltech-101 (Fei-Fei et al., 2004): photographs of 101 categories, a fixed split, and their
-loaders.
-"""
+"""Caltech-101 (Fei-Fei et al., 2004): photographs of 101 categories, split, and their loaders."""
 
 import functools
 from collections.abc import Mapping
@@ -26,18 +24,24 @@ OUTER_FOLDER = "caltech-101"
 TORCHVISION_FOLDER = "caltech101"  # into which torchvision.datasets.Caltech101 unpacks it
 OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
 BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
-CATEGORIES, IMAGES = 101, 8677
+CATEGORIES = 101
+IMAGES = 8677
 TEST_SHARE = 0.2
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, (*image_loaders.UNUSED, *image_loaders.SHARDS_ONLY, "loader"))
-    train, test = open_split(data, "train"), open_split(data, "test")
-    fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
-    counts = len(train), len(test), len(train.class_names)
-    held_out = f"{TEST_SHARE:.0%} of each category, held out"
-    return DataSummary(*counts, fingerprint, train.class_names, validation=held_out)
+    train = open_split(data, "train")
+    test = open_split(data, "test")
+    return DataSummary(
+        train_samples=len(train),
+        eval_samples=len(test),
+        num_classes=len(train.class_names),
+        fingerprint=fingerprint_of([train.fingerprint, test.fingerprint]),
+        class_names=train.class_names,
+        validation=f"{TEST_SHARE:.0%} of each category, held out",
+    )
 
 
 def build_train_loader(
@@ -55,37 +59,38 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Lo
 
 
 def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
-    """Open "train" or "test" of the data set at ``DATA.root``; download it first if
-    ``DATA.download`` is set.
+    """Open "train" or "test" of the data set at ``DATA.root``.
 
-    A fixed fifth of each category is for testing. If several processes of a machine call this at
-    the same time, one downloads and unpacks while the others wait. Raises `UserError` for a data
-    set that is missing or incomplete.
+    A fixed fifth of each category is for testing. With ``DATA.download`` a missing data set is
+    downloaded. If several processes of a machine call this at the same time, one downloads and
+    unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
     """
     return _open(Path(data["root"]), data["download"])[split]
 
 
 @functools.cache
 def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
-    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root / TORCHVISION_FOLDER / FOLDER, root)
-    folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(
-        root, allow_download
-    )
+    """Return the splits of the data set, wherever below ``root`` it is unpacked."""
+    candidates = [root / parent / FOLDER for parent in ("", OUTER_FOLDER, TORCHVISION_FOLDER)]
+    unpacked = [path for path in [*candidates, root] if (path / "accordion").is_dir()]
+    folder = unpacked[0] if unpacked else _unpack(root, allow_download)
     class_names = [name for name in list_folders(folder) if name != BACKGROUND]
     files = list_classes(folder, folder, class_names)
     if len(class_names) != CATEGORIES or len(files) < IMAGES:
         raise UserError(
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} "
-            f"with {IMAGES:,}; "
-            f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
+            f"with {IMAGES:,}; unpack {ARCHIVE} again, or add --set DATA.download=True with an "
+            "empty folder"
         )
-    train, test = (
-        FolderSplit(folder, class_names, of_split) for of_split in split_by_class(files, TEST_SHARE)
-    )
-    return {"train": train, "test": test}
+    train, test = split_by_class(files, TEST_SHARE)
+    return {
+        "train": FolderSplit(folder, class_names, train),
+        "test": FolderSplit(folder, class_names, test),
+    }
 
 
 def _unpack(root: Path, allow_download: bool) -> Path:
+    """Unpack the data set's archive, a tar in a zip, and return the folder of images."""
     inner = root / OUTER_FOLDER / ARCHIVE
     archive = next((path for path in (root / ARCHIVE, inner) if path.is_file()), None)
     if archive is None:

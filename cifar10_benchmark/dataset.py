@@ -43,58 +43,66 @@ class DataSet(NamedTuple):
 
 
 def open_images(data: Mapping[str, Any]) -> DataSet:
-    """Read the data set at ``DATA.root``, once; download it first if it is missing and
-    ``DATA.download`` is set.
+    """Read the data set at ``DATA.root``, once.
 
-    Raises `UserError` naming the file or folder that is missing or wrong.
+    With ``DATA.download`` a missing one is downloaded. Raises `UserError` naming the file or folder
+    that is missing or wrong.
     """
     return _open(Path(data["root"]), data["download"])
 
 
 @functools.cache
 def _open(root: Path, allow_download: bool) -> DataSet:
+    """Read a folder of images, or CIFAR-10 as torchvision does."""
     if (root / "train").is_dir():
-        classes, folders = list_splits(root, {split: root / split for split in ("train", "test")})
-        return DataSet(
-            classes, *(_decode(FolderSplit(root, classes, files)) for files in folders.values())
-        )
+        folders = {"train": root / "train", "test": root / "test"}
+        classes, files = list_splits(root, folders)
+        train = _decode(FolderSplit(root, classes, files["train"]))
+        test = _decode(FolderSplit(root, classes, files["test"]))
+        return DataSet(classes, train, test)
     if not (root / BATCHES).is_dir():
-        archive, needed = (
-            root / CIFAR10.filename,
-            f"{BATCHES}/, {CIFAR10.filename} or train/<class>/*",
-        )
         fetch(
-            root / BATCHES, archive, CIFAR10.url, CIFAR10.tgz_md5, allow_download, needed, DOWNLOAD
+            root / BATCHES,
+            root / CIFAR10.filename,
+            CIFAR10.url,
+            CIFAR10.tgz_md5,
+            allow_download,
+            needed=f"{BATCHES}/, {CIFAR10.filename} or train/<class>/*",
+            description=DOWNLOAD,
         )
-    try:  # MD5 sums are verified before anything is unpickled: a pickle may run code
-        train, test = (CIFAR10(root, train=is_train) for is_train in (True, False))
+    try:
+        # MD5 sums are verified before anything is unpickled: a pickle may run code
+        train = CIFAR10(root, train=True)
+        test = CIFAR10(root, train=False)
     except (RuntimeError, OSError) as error:
-        remedy = f"remove it and unpack {CIFAR10.filename} again"
         raise UserError(
-            f"{root / BATCHES}: a file is missing, or its MD5 is not CIFAR-10's; {remedy}"
+            f"{root / BATCHES}: a file is missing, or its MD5 is not CIFAR-10's; remove it and "
+            f"unpack {CIFAR10.filename} again"
         ) from error
     return DataSet(
-        train.classes, *(_to_images(split.data, split.targets) for split in (train, test))
+        train.classes,
+        _to_images(train.data, train.targets),
+        _to_images(test.data, test.targets),
     )
 
 
 def _decode(split: FolderSplit) -> Images:
     """Decode square images of one size."""
-    images, labels = [], []
+    images = []
     for index in range(len(split)):
-        image, label = load_image(split, index)
+        image, _ = load_image(split, index)
         images.append(image)
-        labels.append(label)
-        (height, width, _), first = image.shape, images[0].shape
-        if height != width or image.shape != first:
+        height, width, _ = image.shape
+        side = len(images[0])
+        if (height, width) != (side, side):
             raise UserError(
                 f"{split.path(index)}: {width} x {height} pixels, the first of the split has "
-                f"{first[1]} x {first[0]}; make all images squares of one size"
+                f"{images[0].shape[1]} x {side}; make all images squares of one size"
             )
-    return _to_images(np.stack(images), labels)
+    return _to_images(np.stack(images), split.labels)
 
 
-def _to_images(images_BYXC: np.ndarray, labels: Sequence[int]) -> Images:
-    return Images(
-        np.ascontiguousarray(images_BYXC.transpose(0, 3, 1, 2)), np.array(labels, np.int64)
-    )
+def _to_images(images_BYXC: np.ndarray, labels: Sequence[int] | np.ndarray) -> Images:
+    """Return a split with its channels first."""
+    images_BCYX = np.ascontiguousarray(images_BYXC.transpose(0, 3, 1, 2))
+    return Images(images_BCYX, np.array(labels, np.int64))

@@ -1,7 +1,6 @@
 """The loaders of a config's ``DATA``, over images kept in the memory of the training device."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
-    counts = len(images.train.labels), len(images.test.labels), len(images.class_names)
-    place = note_missing("the test split", images.class_names, images.test.labels)
-    return DataSummary(*counts, images.fingerprint, images.class_names, validation=place)
+    return DataSummary(
+        train_samples=len(images.train.labels),
+        eval_samples=len(images.test.labels),
+        num_classes=len(images.class_names),
+        fingerprint=images.fingerprint,
+        class_names=images.class_names,
+        validation=note_missing("the test split", images.class_names, images.test.labels),
+    )
 
 
 def build_train_loader(
@@ -59,8 +63,7 @@ def build_train_loader(
 def build_eval_loader(
     data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: Any
 ) -> Loader:
-    """Return the loader of the test split without augmentation, each sample exactly once over all
-    ranks.
+    """Return the loader of the test split: each sample exactly once over all ranks, unchanged.
 
     ``ranks`` are ``dp_rank`` and ``dp_size`` of `EvalSampler`.
     """
@@ -75,46 +78,47 @@ def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
 
 
 def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
+    """Return a split; raise `UserError` if its images are not of the model's size."""
     images: Images = getattr(open_images(data), split)
     side = images.images.shape[-1]
     if side != image_size:
         raise UserError(
-            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} are {side} "
-            f"x {side} pixels "
-            f"and are not resized; use --set MODEL.image_size={side}"
+            f"MODEL.image_size={image_size}: the {split} images of {data['root']} are {side} x "
+            f"{side} pixels and are not resized; use --set MODEL.image_size={side}"
         )
     return images
 
 
 class Augment:
-    """Pad images by ``padding`` black pixels and crop them back, mirror half of them, and apply
-    AutoAugment.
+    """Crop images padded by ``padding`` black pixels, mirror half of them, apply AutoAugment.
 
     ``autoaugment`` is None or "cifar10".
     """
 
     def __init__(self, padding: int, flip: bool, autoaugment: str | None) -> None:
-        self.padding, self.flip, self.policy = padding, flip, AutoAugment() if autoaugment else None
+        self.padding = padding
+        self.flip = flip
+        self.policy = AutoAugment() if autoaugment else None
 
     def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B,
-        `UNIFORMS_PER_SAMPLE`].
+        """Return new images, uint8 [B, 3, Y, X].
+
+        ``uniforms`` are float64 [B, `UNIFORMS_PER_SAMPLE`].
         """
-        device, (height, width) = images_BCYX.device, images_BCYX.shape[2:]
-        offsets = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
-        mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
-        offsets_B2, mirrored_rows = (to_device(values, device) for values in (offsets, mirrored))
-        top_B, left_B = offsets_B2.unbind(1)
-        windows_BCPQYX = (
-            F.pad(images_BCYX, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-        )
-        images_BCYX = windows_BCPQYX[
-            torch.arange(len(images_BCYX), device=device), :, top_B, left_B
-        ]
-        images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
-        return (
-            self.policy.augment_batch(images_BCYX, uniforms[:, 3:]) if self.policy else images_BCYX
-        )
+        device = images_BCYX.device
+        height, width = images_BCYX.shape[2:]
+        offsets_B2 = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
+        top_B, left_B = to_device(offsets_B2, device).unbind(1)
+        padded = F.pad(images_BCYX, (self.padding,) * 4)
+        # a view of all crops: P by Q positions
+        crops_BCPQYX = padded.unfold(2, height, 1).unfold(3, width, 1)
+        batch = torch.arange(len(images_BCYX), device=device)
+        images_BCYX = crops_BCPQYX[batch, :, top_B, left_B]
+        mirrored = to_device(np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip), device)
+        images_BCYX[mirrored] = images_BCYX[mirrored].flip(-1)
+        if self.policy:
+            return self.policy.augment_batch(images_BCYX, uniforms[:, 3:])
+        return images_BCYX
 
 
 def _resize(images_BCYX: Tensor, size: int) -> Tensor:
@@ -124,8 +128,7 @@ def _resize(images_BCYX: Tensor, size: int) -> Tensor:
 
 
 class MemoryReader:
-    """Read samples of a split as normalised images and labels; the split is kept on ``device`` in
-    uint8.
+    """Read samples of a split, kept on ``device`` in uint8, as normalised images and labels.
 
     ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are
     zeros with label -100. Images of a draw with another size are resized after ``augment``.
@@ -134,7 +137,8 @@ class MemoryReader:
     def __init__(
         self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device
     ) -> None:
-        self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
+        self._images = torch.from_numpy(images.images).to(device)
+        self._labels = torch.from_numpy(images.labels).to(device)
         self._normalize = Normalizer(data["mean"], data["std"], device)
         self._augment = augment
 
@@ -143,19 +147,22 @@ class MemoryReader:
         return prefetch(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
+        """Yield the batches, made on the current stream."""
+        device = self._images.device
         for indices, uniforms, _, image_size in draws:
-            rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
-            images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
+            rows = to_device(np.where(indices == PADDING, 0, indices), device)
+            images = self._images.index_select(0, rows)
+            labels = self._labels.index_select(0, rows)
             if self._augment:
                 images = self._augment(images, uniforms)
             if image_size not in (None, images.shape[-1]):
                 images = _resize(images, image_size)
-            normalized = self._normalize(images)
+            images = self._normalize(images)
             if PADDING in indices:
-                is_padding = to_device(indices == PADDING, self._images.device)
-                normalized.masked_fill_(is_padding[:, None, None, None], 0)
+                is_padding = to_device(indices == PADDING, device)
+                images.masked_fill_(is_padding[:, None, None, None], 0)
                 labels = labels.masked_fill(is_padding, NO_LABEL)
-            yield normalized, labels
+            yield images, labels
 
     def close(self) -> None:
         """Do nothing: there are no threads or processes."""

@@ -1,5 +1,4 @@
-"""Pre-train a small Vision Transformer on CIFAR-10, held in memory, with data and tensor
-parallelism.
+"""Pre-train a small Vision Transformer on CIFAR-10, with data and tensor parallelism.
 
 python train.py --config vit_lite_vanilla --set DATA.root=/path/to/cifar10 --set DATA.download=True
 DATA=/path/to/cifar10 torchrun --nproc_per_node 4 train.py --config vit_lite_2d

@@ -1,9 +1,9 @@
 """torchvision's AutoAugment and RandAugment for images and batches, and timm's for images."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,26 +12,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import equalize_image
 
+from common.data.colors import luma
 from common.data.loader import to_device
 
 LEVELS = 10
 BINS = 1000  # RandAugment's magnitudes are as fine as a hundredth of a level
-MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-# the new value of a pixel depends on its old value alone
-TABLES = ("Brightness", "Posterize", "Solarize", "Invert")
-# A batch is sorted by these types of operation, so that the images of one type are a slice of it.
-TYPES = (
-    MOVES,
-    TABLES,
-    ("AutoContrast",),
-    ("Equalize",),
-    ("Color",),
-    ("Contrast",),
-    ("Sharpness",),
-    ("Identity",),
-)
-
 Operation = tuple[str, float]  # torchvision's name and magnitude
 
 
@@ -43,15 +30,16 @@ class OperationTables:
     sources: Tensor  # int64 [N, Y * X], the pixel moved to each position; Y * X is outside
     values: Tensor  # uint8 [N, 256], the new value of each old one
     factors: Tensor  # float32 [N, 1, 1, 1], of Color, Contrast and Sharpness
+    fill: int  # the value of what lies outside
 
 
 class Policy:
-    """Augment by operations of torchvision's ``transform``, drawn by ``uniforms`` numbers in
-    [0, 1) for each image.
+    """Augment by operations of torchvision's ``transform``.
 
-    A PIL image is augmented by torchvision. `augment_batch` does the same to a batch on any device,
-    without waiting for a GPU: pixels are moved exactly as Pillow does, and values differ by its
-    rounding. What lies outside the image has the value ``fill``.
+    Each image takes ``uniforms`` random numbers in [0, 1). A PIL image is augmented by torchvision.
+    `augment_batch` does the same to a batch on any device, without waiting for a GPU: pixels are
+    moved exactly as Pillow does, and values differ by its rounding. What lies outside the image has
+    the value ``fill``.
     """
 
     def __init__(
@@ -80,38 +68,37 @@ class Policy:
         return image
 
     def augment_batch(self, images: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Augment ``images``, uint8 [B, 3, Y, X], in place by ``uniforms`` [B, `uniforms`]; return
-        them.
+        """Augment ``images``, uint8 [B, 3, Y, X], in place and return them.
+
+        ``uniforms`` are [B, `uniforms`].
         """
         tables = self._tables(*images.shape[2:], images.device)
-        for drawn in self.draw(uniforms).T:
-            # sort the batch by type: moved, mapped by tables, blended, and unchanged images
-            order = np.argsort(tables.types[drawn], kind="stable")
-            counts = np.bincount(tables.types[drawn], minlength=len(TYPES)).tolist()
-            rows, operations = to_device(np.stack([order, drawn[order]]), images.device)
-            sizes = [counts[0], sum(counts[1:4]), sum(counts[4:7]), counts[7]]
+        for drawn_B in self.draw(uniforms).T:
+            # sorted by type, so that one type's images are a slice: the host knows its size, and
+            # need not wait for a GPU to find the images
+            types_B = tables.types[drawn_B]
+            order_B = np.argsort(types_B, kind="stable")
+            counts = np.bincount(types_B, minlength=len(TYPES)).tolist()
+            rows, operations = to_device(np.stack([order_B, drawn_B[order_B]]), images.device)
             ordered = images[rows]
-            moved, mapped, blended, _ = ordered.split(sizes)
-            of_moved, of_mapped, of_blended, _ = operations.split(sizes)
-
-            move(moved, tables.sources[of_moved], self.fill)
-            map_values(mapped, tables.values[of_mapped[: counts[1]]], counts[1:4])
-            blend(blended, tables.factors[of_blended], counts[4:7])
+            slices = zip(ordered.split(counts), operations.split(counts), strict=True)
+            for change, (some, their_operations) in zip(TYPES.values(), slices, strict=True):
+                if len(some):
+                    some.copy_(change(some, their_operations, tables))
             images[rows] = ordered
         return images
 
     def _signed(
         self, name: str, level: int | None, bins: int, height: int, width: int
     ) -> list[Operation]:
-        """Return an operation twice: with the negative magnitude of a level, if it has a sign, and
-        with the positive one.
-        """
+        """Return an operation with both signs of a level's magnitude, or twice if it has none."""
         magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
         magnitudes = magnitudes_of(bins, height, width)
         magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
         return [(name, -magnitude if is_signed else magnitude), (name, magnitude)]
 
     def _apply(self, image: Image.Image, operation: Operation) -> Any:
+        """Return what torchvision makes of an image."""
         return self.transform._apply_image_or_video_transform(
             image, *operation, self.transform.interpolation, self.transform._fill
         )
@@ -137,24 +124,19 @@ class Policy:
         values = apply_to(np.arange(256, dtype=np.uint8)[None], TABLES)
         factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)
         return OperationTables(
-            types=np.array([type_of(name) for name, _ in operations]),
+            types=np.array([_type_of(name) for name, _ in operations]),
             sources=to_device(sources, device),
             values=to_device(values, device),
             factors=to_device(factors[:, None, None, None], device),
+            fill=self.fill,
         )
 
 
-def type_of(name: str) -> int:
-    """Return the index in `TYPES` of an operation."""
-    return next(index for index, names in enumerate(TYPES) if name in names)
-
-
 class RandAugment(Policy):
-    """``operations`` of torchvision's 14, drawn independently, at one ``magnitude`` of 0 to 10
-    (arXiv 1909.13719).
+    """Apply ``operations`` of torchvision's 14, drawn independently (arXiv 1909.13719).
 
-    10 is the largest, as in the paper, TensorFlow and timm; torchvision counts the same range from
-    0 to 30.
+    ``magnitude``, the same for all, is from 0 to 10, the largest, as in the paper, TensorFlow and
+    timm; torchvision counts the same range from 0 to 30.
     """
 
     def __init__(self, operations: int, magnitude: float) -> None:
@@ -170,25 +152,23 @@ class RandAugment(Policy):
         return operations
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
+        # two numbers an operation: which one, and its sign
         which_BN, sign_BN = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
         # operation i is at 2 i with the negative magnitude, and at 2 i + 1 with the positive one
         return 2 * (len(self.names) * which_BN).astype(int) + (2 * sign_BN).astype(int)
 
 
 class AutoAugment(Policy):
-    """One of the 25 pairs of operations of AutoAugment's policy for CIFAR-10 (arXiv 1805.09501,
-    table 7).
-    """
+    """Apply one of the 25 pairs of operations for CIFAR-10 (arXiv 1805.09501, table 7)."""
 
     UNIFORMS = 5  # the pair; then for each of its operations whether it is applied, and its sign
 
     def __init__(self) -> None:
         transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
         super().__init__(transform, self.UNIFORMS, fill=0)
+        # each pair has two of (name, probability, level)
         self.pairs = transform._policies
-        self.probabilities = np.array(
-            [(first[1], second[1]) for first, second in self.pairs]  # of (name, probability, level)
-        )
+        self.probabilities = np.array([(first[1], second[1]) for first, second in self.pairs])
 
     def build_operations(self, height: int, width: int) -> list[Operation]:
         operations: list[Operation] = []
@@ -212,7 +192,8 @@ class TimmRandAugment:
     uniforms = 1
 
     def __init__(self, text: str, mean: Sequence[float], interpolation: str) -> None:
-        from timm.data.auto_augment import posterize, rand_augment_transform  # a second to import
+        # a second to import
+        from timm.data.auto_augment import posterize, rand_augment_transform
         from timm.data.transforms import str_to_pil_interp
 
         options = {
@@ -236,72 +217,78 @@ class TimmRandAugment:
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep ``bits`` of each value, as timm does; magnitude 10 keeps none, which Pillow 13
-    refuses.
-    """
+    """Keep ``bits`` of each value, as timm does."""
+    # magnitude 10 keeps none, which Pillow 13 refuses
     return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
-def move(images: Tensor, sources: Tensor, fill: int) -> None:
-    """Replace each pixel of ``images`` [B, 3, Y, X] by pixel ``sources`` [B, Y * X]; Y * X stands
-    for ``fill``.
+def move(images: Tensor, operations: Tensor, tables: OperationTables) -> Tensor:
+    """Return each pixel of ``images`` [B, 3, Y, X] replaced by its source."""
+    sources_BP = tables.sources[operations]
+    # one more pixel: the one that stands for all outside of the image
+    pixels_BCP = F.pad(images.flatten(2), (0, 1), value=tables.fill)
+    return pixels_BCP.gather(2, sources_BP[:, None].expand(-1, 3, -1)).view_as(images)
+
+
+def look_up(images: Tensor, operations: Tensor, tables: OperationTables) -> Tensor:
+    """Return each value of ``images`` [B, 3, Y, X] replaced by its new one."""
+    values_BC256 = tables.values[operations][:, None].expand(-1, 3, -1)
+    return values_BC256.gather(2, images.flatten(2).long()).view_as(images)
+
+
+def auto_contrast(images: Tensor, *_: Any) -> Tensor:
+    """Return each channel's range stretched to 0 to 255, unless it has one value.
+
+    torchvision's for batches rounds otherwise than Pillow, in 4 % of the values.
     """
-    pixels = F.pad(images.flatten(2), (0, 1), value=fill)
-    images.copy_(pixels.gather(2, sources[:, None].expand(-1, 3, -1)).view_as(images))
+    low = images.amin((2, 3), keepdim=True).float()
+    high = images.amax((2, 3), keepdim=True).float()
+    stretched = (images - low) * (255 / (high - low))
+    return torch.where(high > low, stretched, images)
 
 
-def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
-    """Map values of ``images``, uint8 [B, 3, Y, X], in place: ``counts`` are those mapped by
-    ``tables`` [counts[0], 256], by AutoContrast and by Equalize.
-    """
-    values_BCP = images.flatten(2).long()
-    levels = torch.arange(256, device=images.device)
-    low, high = torch.aminmax(values_BCP[counts[0] :], dim=2, keepdim=True)
-
-    # AutoContrast: stretch each channel's range to 0 to 255, unless it has one value.
-    lowest, _ = low.split(counts[1:])
-    highest, equalize_highest = high.split(counts[1:])
-    stretched = (levels - lowest) * (255 / (highest - lowest))
-    stretch_BC256 = torch.where(highest > lowest, stretched, levels)
-
-    # Equalize as Pillow does: a value becomes the number of pixels below it, in steps of a 255th
-    # of all pixels but those of the highest value.
-    equalized_BCP = values_BCP[counts[0] + counts[1] :]
-    ones = torch.ones((), dtype=torch.long, device=images.device).expand_as(equalized_BCP)
-    shape = (*equalized_BCP.shape[:2], 256)
-    histogram = torch.zeros(shape, dtype=torch.long, device=images.device)
-    histogram.scatter_add_(2, equalized_BCP, ones)
-    step = (equalized_BCP.shape[2] - histogram.gather(2, equalize_highest)) // 255
-    below = histogram.cumsum(2) - histogram
-    spread = (below + step // 2) // step.clamp(min=1)
-    equalize_BC256 = torch.where(step > 0, spread, levels).clamp_(max=255)
-
-    tables_BC256 = torch.cat(
-        [
-            tables[:, None].expand(-1, 3, -1),
-            stretch_BC256.to(torch.uint8),
-            equalize_BC256.to(torch.uint8),
-        ]
-    )
-    images.copy_(tables_BC256.gather(2, values_BCP).view_as(images))
-
-
-def blend(images: Tensor, factors: Tensor, counts: list[int]) -> None:
-    """Extrapolate ``images``, uint8 [B, 3, Y, X], in place by ``factors`` [B, 1, 1, 1].
-
-    ``counts`` are those that start from their grey version (Color), from their mean (Contrast) and
-    from their blurred version (Sharpness).
-    """
+def blend(
+    start_of: Callable[[Tensor], Tensor],
+    images: Tensor,
+    operations: Tensor,
+    tables: OperationTables,
+) -> Tensor:
+    """Return images extrapolated by their factors from a changed version, ``start_of`` them."""
     pixels = images.float()
-    start = pixels.clone()
-    _, constant, blurred = start.split(counts)
-    colored = pixels[: counts[0] + counts[1]]
-    red, green, blue = colored.unbind(1)
-    grey = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).round_()[:, None]
-    start[: len(colored)] = grey
-    constant.copy_(grey[counts[0] :].mean((2, 3), keepdim=True).round_())
-    # Pillow's SMOOTH filter, which leaves the outermost pixels: 5 for a pixel, 1 for its neighbours
+    return torch.lerp(start_of(pixels), pixels, tables.factors[operations]).clamp_(0, 255)
+
+
+def mean_grey(pixels: Tensor) -> Tensor:
+    """Return the mean brightness of each image, float32 [B, 1, 1, 1]."""
+    return luma(pixels).mean((2, 3), keepdim=True).round_()
+
+
+def smooth(pixels: Tensor) -> Tensor:
+    """Return blurred images, as Pillow's SMOOTH filter, which leaves the outermost pixels."""
+    blurred = pixels.clone()
     inner = blurred[..., 1:-1, 1:-1]
-    neighbours = 9 * F.avg_pool2d(blurred, 3, 1)
+    # weights of 5 for a pixel and 1 for its 8 neighbours
+    neighbours = 9 * F.avg_pool2d(pixels, 3, 1)
     inner.copy_(neighbours.add_(inner, alpha=4).div_(13).round_())
-    images.copy_(torch.lerp(start, pixels, factors).clamp_(0, 255))
+    return blurred
+
+
+MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+# the new value of a pixel depends on its old value alone
+TABLES = ("Brightness", "Posterize", "Solarize", "Invert")
+# What changes a batch, by the names of the operations.
+TYPES: dict[tuple[str, ...], Callable[[Tensor, Tensor, OperationTables], Tensor]] = {
+    MOVES: move,
+    TABLES: look_up,
+    ("AutoContrast",): auto_contrast,
+    ("Equalize",): lambda images, *_: equalize_image(images),
+    ("Color",): partial(blend, luma),
+    ("Contrast",): partial(blend, mean_grey),
+    ("Sharpness",): partial(blend, smooth),
+    ("Identity",): lambda images, *_: images,
+}
+
+
+def _type_of(name: str) -> int:
+    """Return the index in `TYPES` of an operation."""
+    return next(index for index, names in enumerate(TYPES) if name in names)

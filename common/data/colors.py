@@ -1,7 +1,7 @@
-"""Colour changes of training batches on their device: 3-Augment (DeiT III, arXiv 2204.07118) and
-colour jitter.
+"""Colour changes of training batches on their device: 3-Augment and colour jitter.
 
-Images are normalised, float32 [B, 3, Y, X]; the changes compute with values of 0 to 255.
+3-Augment is DeiT III's (arXiv 2204.07118). Images are normalised, float32 [B, 3, Y, X]; the changes
+compute with values of 0 to 255.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,8 @@ def augment_colors(
                 pixels[rows] = change(pixels[rows], sigmas)
     if jitter:
         factors_B3 = (1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32)
-        brightness, contrast, saturation = to_device(factors_B3, images.device).T[
-            ..., None, None, None
-        ]
-        pixels.copy_(adjust(pixels, brightness, contrast, saturation).round_())
+        factors_3B111 = to_device(factors_B3, images.device).T[..., None, None, None]
+        pixels.copy_(adjust(pixels, *factors_3B111).round_())
     pixels.sub_(mean_C11).div_(std_C11)
 
 
@@ -75,14 +73,16 @@ def solarise(pixels: Tensor, _: np.ndarray) -> Tensor:
 
 def blur(pixels: Tensor, sigmas: np.ndarray) -> Tensor:
     """Return each image blurred by a Gaussian of its sigma [B], rounded; the edge is repeated."""
-    distances = np.arange(-RADIUS, RADIUS + 1)
-    kernels = np.exp(-0.5 * (distances / sigmas[:, None]) ** 2)  # [B, 2 RADIUS + 1]
-    kernels = np.repeat(kernels / kernels.sum(1, keepdims=True), 3, axis=0).astype(np.float32)
-    weight = to_device(kernels[:, None, None], pixels.device)  # [3 B, 1, 1, 2 RADIUS + 1]
-    # one group a channel of an image: first along rows, then along columns
+    distances_K = np.arange(-RADIUS, RADIUS + 1)
+    kernels_BK = np.exp(-0.5 * (distances_K / sigmas[:, None]) ** 2)
+    kernels_BK /= kernels_BK.sum(1, keepdims=True)
+    # a kernel for each channel of each image: P = 3 B planes, as groups of the convolution
+    kernels_PK = np.repeat(kernels_BK, 3, axis=0).astype(np.float32)
+    weight_P11K = to_device(kernels_PK[:, None, None], pixels.device)
+    # along rows, then along columns
     planes = F.pad(pixels, (RADIUS,) * 4, mode="replicate").flatten(0, 1)
-    planes = F.conv2d(planes, weight, groups=len(weight))
-    planes = F.conv2d(planes, weight.mT, groups=len(weight))
+    planes = F.conv2d(planes, weight_P11K, groups=len(weight_P11K))
+    planes = F.conv2d(planes, weight_P11K.mT, groups=len(weight_P11K))
     return planes.view_as(pixels).round_()
 
 

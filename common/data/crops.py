@@ -44,12 +44,11 @@ class Crops(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crop a random share of the area at a random aspect ratio, and mirror half of the images if
-    ``flip``.
+    """Crop a random share of the area at a random aspect ratio; mirror half of the images.
 
     The distribution is that of torchvision's ``RandomResizedCrop`` (Inception's crop, arXiv
     1409.4842): ten tries, then the largest central crop of an allowed ratio. ``scale`` is the share
-    of the area, ``ratio`` is width / height.
+    of the area, ``ratio`` is width / height. Without ``flip`` no image is mirrored.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -58,8 +57,9 @@ class RandomCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from ``uniforms``, float64 [B,
-        at least `CROP_UNIFORMS`].
+        """Return the crops of images of ``shape``, int64 [B, 2].
+
+        ``uniforms`` are float64 [B, at least `CROP_UNIFORMS`].
         """
         low, high = self.scale
         area_BT = shape.prod(1, keepdims=True) * (low + (high - low) * uniforms[:, AREAS])
@@ -91,8 +91,7 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class SimpleCrop:
-    """Resize the short side to ``size``, pad by reflection, and cut out a random square of
-    ``size``.
+    """Resize the short side to ``size``, pad by reflection, and cut out a random square.
 
     This is DeiT III's simple random crop (arXiv 2204.07118): torchvision's ``Resize`` and
     ``RandomCrop(padding=4, padding_mode="reflect")``. Half of the images are mirrored if ``flip``.
@@ -103,8 +102,9 @@ class SimpleCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from ``uniforms``, float64 [B,
-        at least `CROP_UNIFORMS`].
+        """Return the crops of images of ``shape``, int64 [B, 2].
+
+        ``uniforms`` are float64 [B, at least `CROP_UNIFORMS`].
         """
         resized = _resized(shape, self.size)
         positions = resized + 2 * REFLECTED - self.size + 1
@@ -118,9 +118,7 @@ class SimpleCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """Resize the short side to ``short_side`` and cut out the central ``size`` square, just as
-    torchvision does.
-    """
+    """Resize the short side, and cut out the central square of ``size``, as torchvision does."""
 
     size: int
     short_side: int

@@ -14,11 +14,10 @@ ERASING_UNIFORMS = CROP_UNIFORMS + 1
 
 
 def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str) -> None:
-    """Erase a rectangle of some ``images`` [B, 3, Y, X] in place, by ``uniforms`` float64 [B,
-    `ERASING_UNIFORMS`].
+    """Erase a rectangle of some ``images`` [B, 3, Y, X] in place.
 
-    The rectangle becomes 0, the mean, if ``mode`` is "const", and normal noise if it is "pixel",
-    drawn once a batch.
+    ``uniforms`` are float64 [B, `ERASING_UNIFORMS`]. The rectangle becomes 0, the mean, if ``mode``
+    is "const", and normal noise if it is "pixel", drawn once a batch.
     """
     batch, _, height, width = images.shape
     crops = ERASED(np.full((batch, 2), (height, width)), uniforms)

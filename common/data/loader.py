@@ -75,8 +75,9 @@ class Loader:
         return {"epoch": epoch, "samples": done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a position; between optimizer steps it may be from a run with another number
-        of processes.
+        """Resume from a position.
+
+        Between optimizer steps it may be from a run with another number of processes.
         """
         # beyond the end where the data set has shrunk since
         self._position = self._after(state["epoch"], state["samples"])
@@ -88,6 +89,7 @@ class Loader:
         self.reader.close()
 
     def _batches(self, epoch: int, start: int) -> Batches:
+        """Yield an epoch from batch ``start``, and keep the position."""
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             done = start
             for images, labels in batches:
@@ -96,9 +98,8 @@ class Loader:
                 yield images, labels
 
     def _after(self, epoch: int, done: int) -> tuple[int, int]:
-        """Return the position after ``done`` samples of an epoch; the last one's is the next
-        epoch's first.
-        """
+        """Return the position after ``done`` samples of an epoch."""
+        # after the last one it is the start of the next epoch
         return (epoch, done) if done < self.sampler.samples_per_epoch else (epoch + 1, 0)
 
 
@@ -132,10 +133,13 @@ def prefetch(batches: Batches, device: torch.device) -> Batches:
             return batch and (batch, stream.record_event())
 
     with closing(batches), ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
-        future = thread.submit(load)
-        while loaded := future.result():
+        loading = thread.submit(load)
+        while True:
+            loaded = loading.result()
+            if not loaded:
+                return
+            loading = thread.submit(load)
             batch, ready = loaded
-            future = thread.submit(load)
             training = torch.cuda.current_stream(device)
             training.wait_event(ready)
             for tensor in batch:

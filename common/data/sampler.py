@@ -110,9 +110,7 @@ class TrainSampler:
             yield Draw(order.samples[drawn], uniforms, spans, image_size)
 
     def position(self, first: int) -> tuple[int, int]:
-        """Return the step of this rank's sample ``first`` of an epoch, and its row in the global
-        batch.
-        """
+        """Return the step of this rank's sample ``first``, and its row in the global batch."""
         rows_per_rank = self.total_batch // self.dp_size
         step, row = divmod(first, rows_per_rank)
         return step, self.dp_rank * rows_per_rank + row
@@ -209,11 +207,11 @@ def epoch_order(samples: int, seed: int, epoch: int, stream: int = ORDER) -> np.
 def sample_uniforms(
     seed: int, epoch: int, step: int, row: int, rows: int, count: int, stream: int = AUGMENTATION
 ) -> np.ndarray:
-    """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global
-    batch on, float64 [rows, count].
+    """Return random numbers in [0, 1), float64 [rows, count], ``count`` for each sample.
 
-    ``stream`` is `AUGMENTATION`, `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's
-    counter, so that any row is computed without those before it.
+    The samples are those from ``row`` of the global batch on. ``stream`` is `AUGMENTATION`,
+    `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any row is
+    computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
     philox = _philox(seed, stream, epoch, step, row * blocks)
@@ -237,26 +235,27 @@ def _is_last(values: np.ndarray) -> np.ndarray:
 
 
 def count_streams(blocks: int, window: int, total_batch: int) -> int:
-    """Return the largest power of two at which each stream has a row of the batch and a window of
-    blocks, at most `STREAMS`.
+    """Return the number of streams, a power of two of at most `STREAMS`.
+
+    Each has at least a row of the batch and a window of blocks.
     """
     most = max(1, min(STREAMS, total_batch, blocks // window))
     return 1 << (most.bit_length() - 1)
 
 
 def window_bytes(block: float, window: int, processes: int) -> float:
-    """Return the most bytes of blocks, each of at most ``block`` bytes, that a process holds if it
-    shares no stream.
+    """Return the most bytes that a process holds of blocks of at most ``block`` bytes.
+
+    A process that shares a stream with others holds more.
     """
     return -(-STREAMS // processes) * window * block
 
 
 def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Return the spans, int64 [S, 2], of samples ``start`` to ``start + count`` of the blocks in
-    ``order``.
+    """Return the spans, int64 [S, 2], of ``count`` samples of the blocks in ``order``.
 
-    Block ``i`` has the samples from ``bounds[i]`` to ``bounds[i + 1]``. The first and the last span
-    may be parts of blocks.
+    ``start`` is the first one's number in that order. Block ``i`` has the samples from
+    ``bounds[i]`` to ``bounds[i + 1]``. The first and the last span may be parts of blocks.
     """
     ends = np.cumsum(np.diff(bounds)[order])
     first, last = np.searchsorted(ends, [start, start + count - 1], side="right")
@@ -268,8 +267,7 @@ def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) ->
 
 
 def shuffle_stream(spans: np.ndarray, window: int, words: np.ndarray) -> Stream:
-    """Shuffle the samples of ``spans`` so that at any time at most ``window`` spans have been begun
-    and not ended.
+    """Shuffle samples so that at most ``window`` of ``spans`` are begun and not ended at a time.
 
     ``words`` are random: uint64, one for each sample. Each span scatters its samples evenly over an
     interval of time; at any time the intervals of ``window`` spans overlap. A single window

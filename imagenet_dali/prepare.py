@@ -14,11 +14,9 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from common.data.bad_images import MAX_BAD_SHARE
@@ -27,17 +25,17 @@ from common.errors import UserError, command_parser, run_command
 from common.files import folder_lock
 from common.hardware import cores
 from common.text import counted, print_wrapped, printable
-from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
+from imagenet_dali.dataset import MANIFEST, PARTIAL, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, list_source
 from imagenet_dali.source import Position, RowPosition, Source
 from imagenet_dali.verify import REFUSED, adopt, check, print_some, report_refused
 from imagenet_dali.writer import (
     QUALITY,
-    ShardRows,
+    FinishedShard,
     ShardTask,
-    atomic_file,
     parallel_map,
     write_dataset,
+    write_file,
     write_shard,
 )
 
@@ -178,62 +176,52 @@ def prepare(
     if _is_complete(dest, job, earlier):
         print(f"{printable(dest)}: complete already")
         return
-    written = _write_shards(dest, listed, plan, short_side, workers)
+    shards_by_name = _write_shards(dest, listed, plan, short_side, workers)
+    refused = []
+    for shard in shards_by_name.values():
+        refused += shard.refused
     try:
         images = sum(map(len, plan.values()))
-        report_refused(dest, sorted(written.refused), images, max_refused)
+        report_refused(dest, sorted(refused), images, max_refused)
     except UserError:
         for folder in (PARTIAL, *listed.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         raise
     splits = {}
     for name in listed.splits:
-        splits[name] = [written.shards[shard] for shard in plan if shard.startswith(f"{name}/")]
+        # in the plan's order, whichever was finished first
+        splits[name] = [shards_by_name[shard] for shard in plan if shard.startswith(f"{name}/")]
     write_dataset(dest, splits, listed.class_names, 0, job)
     shutil.rmtree(dest / PARTIAL)
     for name, of_split in splits.items():
         images = sum(len(shard.rows) for shard in of_split)
         print(f"{printable(dest)}: {images} {name} images in {counted(len(of_split), 'shard')}")
+    converted = sum(shard.converted for shard in shards_by_name.values())
     print(
-        f"{printable(dest)}: {len(listed.class_names)} classes; {written.converted} images "
-        f"converted, {len(written.refused)} refused"
+        f"{printable(dest)}: {len(listed.class_names)} classes; {converted} images converted, "
+        f"{len(refused)} refused"
     )
-
-
-@dataclass
-class WrittenShards:
-    """All shards by name, a line for each refused image, and the number of re-encoded ones."""
-
-    shards: dict[str, ShardRows] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    converted: int = 0
 
 
 def _write_shards(
     dest: Path, source: Source, plan: Mapping[str, Files], short_side: int | None, workers: int
-) -> WrittenShards:
-    """Write the shards of a plan, but those that are there already."""
+) -> dict[str, FinishedShard]:
+    """Write the shards of a plan, but those that are there already; return all by name."""
     tasks = []
     for name, files in plan.items():
         positions = [source.positions.get(file) for file, _ in files]
         tasks.append(
             ShardTask(source.root, dest, name, files, positions, source.class_names, short_side)
         )
-    written = WrittenShards()
-    images = sum(map(len, plan.values()))
+    shards = {}
     with (
         folder_lock(dest / PARTIAL),
-        tqdm(total=images, unit="image", disable=None) as progress,
+        tqdm(total=sum(map(len, plan.values())), unit="image", disable=None) as progress,
     ):
-        for report in parallel_map(write_shard, tasks, workers):
-            # an eighth of the report's memory
-            rows = np.array([tuple(row) for row in report["rows"]], RECORD)
-            name = report["name"]
-            written.shards[name] = ShardRows(name, report["sha256"], rows)
-            written.refused += report["refused"]
-            written.converted += report["converted"]
-            progress.update(len(rows) + len(report["refused"]))
-    return written
+        for shard in parallel_map(write_shard, tasks, workers):
+            shards[shard.name] = shard
+            progress.update(len(shard.rows) + len(shard.refused))
+    return shards
 
 
 def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
@@ -299,8 +287,7 @@ def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None
             raise UserError(
                 f"{dest}: not empty and not a data set; choose an empty folder for DEST"
             )
-        with atomic_file(dest / PARTIAL / JOB) as file:
-            file.write(json.dumps(job).encode())
+        write_file(dest / PARTIAL / JOB, json.dumps(job).encode())
         return False
     changed = [key for key, value in job.items() if earlier.get(key) != value]
     if changed:

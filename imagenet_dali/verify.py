@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +32,15 @@ from imagenet_dali.tfrecord_format import (
     unframe,
 )
 from imagenet_dali.writer import (
-    ShardRows,
-    atomic_file,
+    FinishedShard,
     check_jpeg,
     parallel_map,
     table_row,
     write_dataset,
+    write_file,
 )
 
 REFUSED = "refused.txt"
-
-
-@dataclass(frozen=True)
-class InspectedShard:
-    """The good records of a shard, and a line for each bad one and for what hides records."""
-
-    shard: ShardRows
-    refused: list[str]
-    faults: list[str]
 
 
 def check(root: Path, workers: int) -> list[str]:
@@ -100,10 +90,10 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
     refused = []
     faults = []
     inspected = parallel_map(_inspect_shard, tasks, workers)
-    for result in tqdm(inspected, total=len(tasks), unit="shard", disable=None):
-        shards.append(result.shard)
-        refused += result.refused
-        faults += result.faults
+    for shard in tqdm(inspected, total=len(tasks), unit="shard", disable=None):
+        shards.append(shard)
+        refused += shard.refused
+        faults += shard.faults
     if faults:
         print_some(sorted(faults))
         raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
@@ -138,8 +128,7 @@ def report_refused(root: Path, refused: list[str], total: int, max_refused: floa
     (root / REFUSED).unlink(missing_ok=True)
     if not refused:
         return
-    with atomic_file(root / REFUSED) as file:
-        file.write("".join(f"{line}\n" for line in refused).encode())
+    write_file(root / REFUSED, "".join(f"{line}\n" for line in refused).encode())
     print_some(refused)
     if len(refused) > max_refused * total or len(refused) == total:
         raise UserError(
@@ -172,7 +161,7 @@ def _find_shards(root: Path, word: str) -> list[str]:
     )
 
 
-def _inspect_shard(task: tuple[Path, str]) -> InspectedShard:
+def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
     """Index the shard ``root / name``, given both."""
     root, name = task
     path = root / name
@@ -200,8 +189,8 @@ def _inspect_shard(task: tuple[Path, str]) -> InspectedShard:
         faults.append(f"{path}: after record {number}, at byte {end}: {error}")
     if not end and not faults:
         faults.append(f"{path}: no records")
-    shard = ShardRows(name, sha256_of(path), np.array(rows, RECORD))
-    return InspectedShard(shard, refused, faults)
+    table = np.array(rows, RECORD)
+    return FinishedShard(name, sha256_of(path), table, refused, faults=faults)
 
 
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from common.errors import UserError
 from common.files import read_bytes
 from common.text import first_line, printable
 from imagenet_dali.containers import read_rows
-from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL
+from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, RECORD
 from imagenet_dali.source import Position, RowPosition
 from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 
@@ -61,12 +61,15 @@ class ShardTask:
 
 
 @dataclass(frozen=True)
-class ShardRows:
-    """One finished shard."""
+class FinishedShard:
+    """A shard that was written or inspected."""
 
     name: str  # path relative to the root
     sha256: str
-    rows: np.ndarray  # of RECORD, whose column ``shard`` is filled in later
+    rows: np.ndarray  # of RECORD, one for each good image; column ``shard`` is filled in later
+    refused: list[str]  # a line for each image that is left out
+    converted: int = 0  # images that were encoded again
+    faults: Sequence[str] = ()  # a line for each place after which records cannot be found
 
 
 def parallel_map(
@@ -107,11 +110,12 @@ def _start_worker() -> None:
     follow_parent()
 
 
-def write_shard(task: ShardTask) -> dict[str, Any]:
-    """Write one shard and its report, unless an earlier call has; return the report."""
+def write_shard(task: ShardTask) -> FinishedShard:
+    """Write one shard and a report of it, unless an earlier call has."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file():
-        return json.loads(report_path.read_bytes())
+        report = json.loads(report_path.read_bytes())
+        return _finished(**report)
     rows = []
     refused = []
     converted = 0
@@ -126,9 +130,8 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             except BadSampleError as error:
                 refused.append(f"{printable(filename)}\t{printable(error)}")
                 continue
-            record = frame(
-                build_example(image, label, task.class_names[label], filename, height, width)
-            )
+            class_name = task.class_names[label]
+            record = frame(build_example(image, label, class_name, filename, height, width))
             rows.append(table_row(offset, record, image, label, height, width))
             shard.write(record)
             digest.update(record)
@@ -141,9 +144,13 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
         "refused": refused,
         "converted": converted,
     }
-    with atomic_file(report_path) as file:
-        file.write(json.dumps(report).encode())
-    return report
+    write_file(report_path, json.dumps(report).encode())
+    return _finished(**report)
+
+
+def _finished(rows: Iterable[Sequence[int]], **report: Any) -> FinishedShard:
+    """Return a shard by its report, in which rows are tuples or JSON's lists."""
+    return FinishedShard(rows=np.array([tuple(row) for row in rows], RECORD), **report)
 
 
 def table_row(
@@ -165,7 +172,7 @@ def _read(task: ShardTask, number: int, in_memory: dict[RowPosition, bytes]) -> 
     if isinstance(position, RowPosition):
         if position not in in_memory:
             ahead = task.positions[number : number + ROWS_IN_MEMORY]
-            rows = [each for each in ahead if isinstance(each, RowPosition)]
+            rows = [row for row in ahead if isinstance(row, RowPosition)]
             in_memory |= read_rows(task.source, rows)
         return in_memory.pop(position)
     with (task.source / position.container).open("rb") as tar:
@@ -234,7 +241,7 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
 
 def write_dataset(
     root: Path,
-    splits: dict[str, list[ShardRows]],
+    splits: dict[str, list[FinishedShard]],
     class_names: list[str],
     label_base: int,
     made: dict[str, Any],
@@ -243,39 +250,38 @@ def write_dataset(
 
     `label_base` is the first label as stored in the shards; `made` describes how they were made.
     """
-    described = {}
-    for split, shards in splits.items():
-        rows = np.concatenate([shard.rows for shard in shards])
-        rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
-        buffer = io.BytesIO()
-        np.save(buffer, rows)
-        table = buffer.getvalue()
-        with atomic_file(root / "records" / f"{split}.npy") as file:
-            file.write(table)
-        described[split] = {
-            "records": len(rows),
-            "records_sha256": hashlib.sha256(table).hexdigest(),
-            "shards": [
-                {
-                    "name": shard.name,
-                    "bytes": (root / shard.name).stat().st_size,
-                    "records": len(shard.rows),
-                    "sha256": shard.sha256,
-                }
-                for shard in shards
-            ],
-        }
-    with atomic_file(root / LABELS) as file:
-        file.write("".join(f"{name}\n" for name in class_names).encode())
+    write_file(root / LABELS, "".join(f"{name}\n" for name in class_names).encode())
     manifest = dict(
         format=FORMAT,
         num_classes=len(class_names),
         label_base=label_base,
-        splits=described,
+        splits={split: _write_table(root, split, shards) for split, shards in splits.items()},
         made=made,
     )
-    with atomic_file(root / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    write_file(root / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def _write_table(root: Path, split: str, shards: list[FinishedShard]) -> dict[str, Any]:
+    """Write the record table of a split; return the split's entry in the manifest."""
+    rows = np.concatenate([shard.rows for shard in shards])
+    rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
+    buffer = io.BytesIO()
+    np.save(buffer, rows)
+    table = buffer.getvalue()
+    write_file(root / "records" / f"{split}.npy", table)
+    entries = []
+    for shard in shards:
+        size = (root / shard.name).stat().st_size
+        entries.append(
+            dict(name=shard.name, bytes=size, records=len(shard.rows), sha256=shard.sha256)
+        )
+    return dict(records=len(rows), records_sha256=hashlib.sha256(table).hexdigest(), shards=entries)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file as `atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 @contextlib.contextmanager

@@ -62,27 +62,8 @@ def list_containers(root: Path, containers: list[str], split: str | None) -> Sou
     an image without a label, and for labels that do not fit the class names.
     """
     chosen = _choose_containers(root, containers, split)
-    listings: dict[str, list[LabelledImage]] = {}
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
-    printed = ""
-    for container in itertools.chain(*chosen.values()):
-        path = root / container
-        if not container.endswith(".parquet"):
-            listings[container] = _list_webdataset(path, container)
-            continue
-        with _open_parquet(path) as table:
-            listings[container] = _list_rows(table, path, container)
-        columns = printable(f"images of column {table.images}, labels of {table.labels}")
-        if columns != printed:
-            print(f"{printable(path)}: {columns}")
-            printed = columns
-        if table.class_names and class_names not in (None, table.class_names):
-            raise UserError(
-                f"{path}: its class names are not those of labels.txt or an earlier file: equalise "
-                "them"
-            )
-        class_names = table.class_names or class_names
-    listings = _with_unique_names(listings)
+    listings, class_names = _list_each(root, list(itertools.chain(*chosen.values())), class_names)
     splits = {}
     for name, members in chosen.items():
         images = itertools.chain(*[listings[member] for member in members])
@@ -103,6 +84,32 @@ def list_containers(root: Path, containers: list[str], split: str | None) -> Sou
                     f"{len(class_names)} classes"
                 )
     return Source(root, class_names, splits, positions)
+
+
+def _list_each(
+    root: Path, containers: list[str], class_names: list[str] | None
+) -> tuple[dict[str, list[LabelledImage]], list[str] | None]:
+    """Return the images in each container, and the class names, which parquet files may hold."""
+    listings: dict[str, list[LabelledImage]] = {}
+    printed = ""
+    for container in containers:
+        path = root / container
+        if not container.endswith(".parquet"):
+            listings[container] = _list_webdataset(path, container)
+            continue
+        with _open_parquet(path) as table:
+            listings[container] = _list_rows(table, path, container)
+        columns = printable(f"images of column {table.images}, labels of {table.labels}")
+        if columns != printed:  # of a hundred files, usually all have the same
+            print(f"{printable(path)}: {columns}")
+            printed = columns
+        if table.class_names and class_names not in (None, table.class_names):
+            raise UserError(
+                f"{path}: its class names are not those of labels.txt or an earlier file: equalise "
+                "them"
+            )
+        class_names = table.class_names or class_names
+    return _with_unique_names(listings), class_names
 
 
 def _choose_containers(

@@ -23,7 +23,8 @@ from imagenet_dali.tfrecord_format import Example as Example
 from imagenet_dali.tfrecord_format import frame as frame
 
 FORMAT = 1
-MANIFEST, LABELS = "manifest.json", "labels.txt"
+MANIFEST = "manifest.json"
+LABELS = "labels.txt"
 PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
 REMEDY = "copy the data set again, or delete it and prepare it again"
 
@@ -109,11 +110,12 @@ class TFRecordSplit(ImageSplit):
 
     def read_span(self, first: int, end: int) -> list[Record]:
         """Return what `read` does for consecutive records of one shard, in one read of the file."""
+        # as Python's integers: NumPy's are slow one by one
         rows = self.records[first:end].tolist()
-        shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
-        length = max(offset + size for _, offset, size, *_ in rows) - start
+        shard, start, *_ = rows[0]
+        _, last, size, *_ = rows[-1]
         try:
-            view = memoryview(read_file_range(self.shards[shard], start, length))
+            view = memoryview(read_file_range(self.shards[shard], start, last + size - start))
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
         records: list[Record] = []
@@ -131,13 +133,15 @@ class TFRecordSplit(ImageSplit):
 
         Shards are cut into blocks of about equal size, at most ``nbytes`` and a part of a record.
         """
-        shards, offsets, sizes = (
-            self.records[name].astype(np.int64) for name in ("shard", "offset", "size")
-        )
-        ends = np.zeros(len(self.shards), np.int64)
-        np.maximum.at(ends, shards, offsets + sizes)
-        blocks = offsets * -(-ends // nbytes)[shards] // ends[shards]
-        starts = np.flatnonzero(np.diff(shards) | np.diff(blocks)) + 1
+        # signed, since differences of unsigned numbers would wrap around; N records, S shards
+        shards_N = self.records["shard"].astype(np.int64)
+        offsets_N = self.records["offset"].astype(np.int64)
+        ends_S = np.zeros(len(self.shards), np.int64)
+        np.maximum.at(ends_S, shards_N, offsets_N + self.records["size"])
+        blocks_S = -(-ends_S // nbytes)
+        # of each record, the block that its first byte is in
+        block_N = offsets_N * blocks_S[shards_N] // ends_S[shards_N]
+        starts = np.flatnonzero(np.diff(shards_N) | np.diff(block_N)) + 1
         return np.concatenate([[0], starts, [len(self)]])
 
     def span_bytes(self, first: int, end: int) -> int:
@@ -189,14 +193,14 @@ def find_faults(root: Path, entries: Sequence[ShardEntry]) -> Iterator[str]:
         path = root / entry.name
         if not path.is_file():
             yield f"{path}: missing"
-        elif (size := path.stat().st_size) != entry.bytes:
+            continue
+        size = path.stat().st_size
+        if size != entry.bytes:
             yield f"{path}: {size} bytes, not {entry.bytes} as in the manifest"
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if
-    there is none.
-    """
+    """Return the manifest of the prepared data set at `root`; raise `UserError` without one."""
     path = root / MANIFEST
     if not path.is_file():
         if not root.is_dir():
@@ -208,8 +212,7 @@ def read_manifest(root: Path) -> Manifest:
         raise UserError(
             f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
             f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of "
-            "images are read as they "
-            "are with --set DATA.loader=torchvision"
+            "images are read as they are with --set DATA.loader=torchvision"
         )
     return read_json(path, Manifest)
 
@@ -228,10 +231,11 @@ def read_labels(path: Path, count: int | None = None) -> list[str]:
 
 
 def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
-    """Return the `RECORD` rows of a split, memory-mapped; raise `UserError` if they differ from the
-    manifest.
+    """Return the `RECORD` rows of a split, memory-mapped.
+
+    Raises `UserError` if they differ from the manifest.
     """
-    table, entry = root / "records" / f"{split}.npy", manifest.splits[split]
-    if not table.is_file() or sha256_of(table) != entry.records_sha256:
+    table = root / "records" / f"{split}.npy"
+    if not table.is_file() or sha256_of(table) != manifest.splits[split].records_sha256:
         raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
     return np.load(table, mmap_mode="r")

@@ -4,6 +4,7 @@
 WebDataset's tars and Hugging Face's parquet files.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,17 +46,14 @@ def list_source(
     has_train_tar = (root / TRAIN_TAR).is_file()
     if has_train_tar:
         archived.pop("test", None)  # its labels are not published
-    others = {name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)}
-    is_folder = folders or len(others - {"data"}) > 1 or not containers
-    present = archived
+    classes = {name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)}
+    # Hugging Face keeps parquet files in data/, which is no class
+    is_folder = folders or len(classes - {"data"}) > 1 or not containers
     if is_folder:
         present = folders or {"": root}
-        for name in ("train", "validation"):
-            if name in archived and name not in (folders or ["train"]):
-                raise UserError(
-                    f"{archived[name]}: the {name} split in an archive, beside folders; unpack it "
-                    f"into {root / name}, or move it away"
-                )
+        _refuse_half_unpacked(root, folders, archived)
+    else:
+        present = archived
     if present.keys().isdisjoint({split or "train", ""}):
         raise UserError(
             f"{root}: no {split or 'train'} split, only {', '.join(present)}; name it with --split"
@@ -78,20 +76,33 @@ def list_source(
         raise UserError(
             f"--validation-share={validation_share}: {root} has a validation split already; drop it"
         )
+    origin = f"the {name} split"
     if folders:
         origin = f"{folders[name].name}/"
     elif "" in present:
         origin = "the whole folder"
-    else:
-        origin = f"the {name} split"
     splits = {name: source.splits[name]} if split else source.splits
     return replace(source, splits=splits, validation=origin + unused)
+
+
+def _refuse_half_unpacked(
+    root: Path, folders: Mapping[str, Path], archived: Mapping[str, Path]
+) -> None:
+    """Raise `UserError` for folders beside an archive of a split that none of them is."""
+    for name in ("train", "validation"):
+        # without split folders, the class folders are train
+        if name in archived and name not in (folders or ["train"]):
+            raise UserError(
+                f"{archived[name]}: the {name} split in an archive, beside folders; unpack it into "
+                f"{root / name}, or move it away"
+            )
 
 
 def _hold_out(source: Source, share: float, unused: str, *, by_count: bool) -> Source:
     """Make a share of each class of train the validation split."""
     if not share:
         return replace(source, validation="none, as --validation-share=0")
+    how = "count" if by_count else "file name"
     names = None if by_count else source.class_names
     train, validation = split_by_class(source.splits["train"], share, names)
     if not validation:
@@ -100,7 +111,6 @@ def _hold_out(source: Source, share: float, unused: str, *, by_count: bool) -> S
             "add some, so that one has two, or sort them into train/<class>/* and val/<class>/*"
         )
     total = len(train) + len(validation)
-    how = "count" if by_count else "file name"
     return replace(
         source,
         splits={"train": train, "validation": validation},

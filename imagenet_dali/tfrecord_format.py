@@ -47,9 +47,7 @@ Example: Any = GetMessageClass(_pool.FindMessageTypeByName("tf.Example"))
 
 
 class BadSampleError(ValueError):
-    """A record or an image that must not reach training; the message gives the reason, without the
-    location.
-    """
+    """A record or an image that must not reach training, with the reason but not the location."""
 
 
 def masked_crc(data: bytes | memoryview) -> bytes:
@@ -86,9 +84,7 @@ def unframe(record: bytes | memoryview) -> memoryview:
 def build_example(
     image: bytes, label: int, text: str, filename: str, height: int, width: int
 ) -> bytes:
-    """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards
-    use.
-    """
+    """Return the serialised Example of one JPEG, with the keys of TensorFlow's ImageNet shards."""
     example = Example()
     numbers = {"class/label": label, "height": height, "width": width}
     strings = {

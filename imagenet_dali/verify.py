@@ -85,24 +85,8 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
             "train-*"
         )
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
-    tasks = [(root, name) for name in itertools.chain(*names.values())]
-    shards = []
-    refused = []
-    faults = []
-    inspected = parallel_map(_inspect_shard, tasks, workers)
-    for shard in tqdm(inspected, total=len(tasks), unit="shard", disable=None):
-        shards.append(shard)
-        refused += shard.refused
-        faults += shard.faults
-    if faults:
-        print_some(sorted(faults))
-        raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
-    refused.sort()
-    total = sum(len(shard.rows) for shard in shards) + len(refused)
-    report_refused(root, refused, total, max_refused)
-    by_name = {shard.name: shard for shard in shards}
-    splits = {split: [by_name[name] for name in listed] for split, listed in names.items()}
-    present = np.unique(np.concatenate([shard.rows["label"] for shard in shards]))
+    shards = _inspect_shards(root, list(itertools.chain(*names.values())), workers, max_refused)
+    present = np.unique(np.concatenate([shard.rows["label"] for shard in shards.values()]))
     base = _find_label_base(root, present.tolist(), class_names)
     class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
     if present[-1] - base >= len(class_names):
@@ -114,10 +98,34 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
             f"{root}: no validation shards: they are the files of validation/, or files named "
             "validation-*"
         )
-    for shard in shards:
+    for shard in shards.values():
         shard.rows["label"] -= base
+    splits = {split: [shards[name] for name in listed] for split, listed in names.items()}
     write_dataset(root, splits, class_names, base, made={"adopted": True})
-    return len(refused)
+    return sum(len(shard.refused) for shard in shards.values())
+
+
+def _inspect_shards(
+    root: Path, names: list[str], workers: int, max_refused: float
+) -> dict[str, FinishedShard]:
+    """Index shards and return them by name; print what is wrong with them.
+
+    Raises `UserError` for a shard whose records cannot all be found, and as `report_refused` does.
+    """
+    shards = {}
+    refused = []
+    faults = []
+    inspected = parallel_map(_inspect_shard, [(root, name) for name in names], workers)
+    for shard in tqdm(inspected, total=len(names), unit="shard", disable=None):
+        shards[shard.name] = shard
+        refused += shard.refused
+        faults += shard.faults
+    if faults:
+        print_some(sorted(faults))
+        raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
+    total = sum(len(shard.rows) for shard in shards.values()) + len(refused)
+    report_refused(root, sorted(refused), total, max_refused)
+    return shards
 
 
 def report_refused(root: Path, refused: list[str], total: int, max_refused: float) -> None:
@@ -162,7 +170,7 @@ def _find_shards(root: Path, word: str) -> list[str]:
 
 
 def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
-    """Index the shard ``root / name``, given both."""
+    """Index the shard ``root / name``, given as that pair."""
     root, name = task
     path = root / name
     rows = []
@@ -217,7 +225,8 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
     end = path.stat().st_size
     with path.open("rb") as file:
-        while header := file.read(HEADER_BYTES):
+        while offset < end:
+            header = file.read(HEADER_BYTES)
             if len(header) < HEADER_BYTES:
                 raise BadSampleError("truncated")
             if masked_crc(header[:8]) != header[8:]:

@@ -77,13 +77,16 @@ def _without_metadata(data: bytes) -> bytes:
     """
     kept = data[:2]
     end = 2
-    while segment := SEGMENT.search(data, end):
-        end = segment.end(1) + int.from_bytes(segment[2])
-        if segment[1] == b"\xda":  # the first scan
+    while True:
+        segment = SEGMENT.search(data, end)
+        if not segment:
+            return data
+        marker, length = segment.groups()
+        if marker == b"\xda":  # the first scan
             return kept + data[segment.start() :]
-        if segment[1] < b"\xe0":
+        end = segment.end(1) + int.from_bytes(length)
+        if marker < b"\xe0":  # no metadata (e0 to ef) or comment (fe)
             kept += data[segment.start() : end]
-    return data
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

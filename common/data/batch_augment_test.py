@@ -1,6 +1,4 @@
-"""Augmentation of batches against torchvision, Pillow and timm; its draws in any number of
-processes; the loss.
-"""
+"""Augmentation of batches, its draws and the loss, against torchvision, Pillow and timm."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -12,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from scipy.ndimage import gaussian_filter
 from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
-from timm.loss import BinaryCrossEntropy
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import functional as tv
@@ -27,7 +25,8 @@ from common.data.mixup import MixupLoss, cut_and_paste
 from common.data.sampler import Draw, TrainSampler, sample_uniforms
 
 SIDE = 6
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 NORMALIZED = {"mean": (0.5,) * 3, "std": (2.0,) * 3}
 OFF = dict(
     THREE_AUGMENT=False,
@@ -101,25 +100,20 @@ def test_shares_differ_by_epoch_step_rank_and_seed_only():
 
 
 def test_mixup_and_cutmix_alternate():
-    """Each for half of the micro-batches, within five standard errors of 600: a cut leaves whole
-    numbers.
-    """
+    """Each for half of the micro-batches, within five standard errors of 600."""
+    # a cut leaves whole numbers
     both = build(MIXUP=0.8, CUTMIX=1.0)
     cut = [torch.equal(images, images.round()) for _ in range(100) for images, _ in both]
     assert np.mean(cut) == pytest.approx(0.5, abs=0.1)
     assert all(torch.equal(images, images.round()) for images, _ in build(CUTMIX=1.0))
 
 
-def test_the_last_epochs_are_not_blended():
-    augment = build(MIXUP=0.2, NUM_EPOCHS=3, MIXUP_OFF_EPOCHS=2)
-    assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [
-        False
-    ] * 6
-
-
-def test_a_range_test_that_is_longer_than_the_training_is_blended_throughout():
-    augment = build(MIXUP=0.2, NUM_EPOCHS=1)
-    assert all(isinstance(labels, dict) for _ in range(2) for _, labels in augment)
+# a range test may be longer than the training: without last epochs all are blended
+@pytest.mark.parametrize(("epochs", "off", "blended"), [(3, 2, 6), (1, 0, 12)])
+def test_the_last_epochs_are_not_blended(epochs, off, blended):
+    augment = build(MIXUP=0.2, NUM_EPOCHS=epochs, MIXUP_OFF_EPOCHS=off)
+    is_blended = [isinstance(labels, dict) for _ in range(2) for _, labels in augment]
+    assert is_blended == [True] * blended + [False] * (12 - blended)
 
 
 def test_colors_then_erasing_depend_on_seed_and_position_alone():
@@ -141,24 +135,24 @@ def test_colors_then_erasing_depend_on_seed_and_position_alone():
 
 
 def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
-    images = torch.ones(2000, 3, 40, 30)
     uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
-    noisy, expected = images.clone(), images.clone()
+    images, noisy, expected = torch.ones(3, 2000, 3, 40, 30)
     erase(images, uniforms, probability=0.7, mode="const")
     erase(noisy, uniforms, probability=0.7, mode="pixel")
-    noise = noisy[images == 0]
-    theirs = v2.RandomErasing()
-    assert torch.equal(noisy == 1, images == 1)
-    assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
-    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(
-        (*theirs.scale, *theirs.ratio), abs=0.004
-    )
     crops = ERASED(np.full((2000, 2), (40, 30)), uniforms)
     for row in np.flatnonzero(uniforms[:, -1] < 0.7):
-        (top, left), (height, width) = crops.start[row], crops.shape[row]
+        top, left = crops.start[row]
+        height, width = crops.shape[row]
         expected[row, :, top : top + height, left : left + width] = 0
     assert torch.equal(images, expected)
-    uniforms[0, -2] /= 2  # moves nothing
+    theirs = v2.RandomErasing()
+    limits = (*theirs.scale, *theirs.ratio)
+    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(limits, abs=0.004)
+    assert torch.equal(noisy == 1, images == 1)
+    noise = noisy[images == 0]
+    assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
+    # the number that seeds the noise and moves nothing
+    uniforms[0, -2] /= 2
     erase(images.fill_(1), uniforms, probability=0.7, mode="pixel")
     assert not torch.equal(images, noisy)
 
@@ -194,9 +188,7 @@ def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
 
 
 def test_jitter_is_torchvisions():
-    """Within a level for each of the three roundings, of an image in which nothing is clipped.
-    Clipping comes last.
-    """
+    """Within a level for each of the three roundings, if nothing is clipped; clipping is last."""
     expected = soft = IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], jitter=0.3, image=soft)
     for name, factor in dict(brightness=0.9, contrast=0.8, saturation=1.2).items():
@@ -209,56 +201,45 @@ def test_jitter_is_torchvisions():
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
 def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch):
-    images, labels = torch.rand(5, 3, 9, 12), torch.arange(5)
-    places = iter(center)
-    monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(places) * high))
+    images = torch.rand(5, 3, 9, 12)
+    coordinates = iter(center)
+    monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(coordinates) * high))
     (top, bottom, left, right), area_share = cutmix_bbox_and_lam(images.shape, share)
     expected = images.clone()
     expected[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
-    pasted, arguments = cut_and_paste(images, labels, share, center)
+    pasted, arguments = cut_and_paste(images, torch.arange(5), share, center)
     assert torch.equal(pasted, expected)
     assert arguments["share"].item() == pytest.approx(area_share)
-    assert torch.equal(arguments["target"], labels)
+    assert arguments["target"].tolist() == [0, 1, 2, 3, 4]
     assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing):
+@pytest.mark.parametrize(
+    ("smoothing", "threshold", "is_summed"),
+    [
+        (0.0, None, False),
+        (0.1, None, False),
+        (0.0, 0, False),
+        (0.1, 0.2, True),
+        (0.0, 0.5, False),
+        (0.1, "soft", True),
+    ],
+)
+def test_the_loss_is_timms(smoothing, threshold, is_summed):
+    """Computed in float32, of all rows but the padding."""
     torch.manual_seed(0)
-    logits, target, other = torch.randn(8, 5), torch.randint(5, (8,)), torch.randint(5, (8,))
-    soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
-    expected = F.cross_entropy(logits, soft, label_smoothing=label_smoothing)
-    criterion = MixupLoss(label_smoothing)
-    blended = criterion(logits, target, other, torch.tensor(0.3))
-    torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
-    plain = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
-    assert torch.equal(criterion(logits, target), plain)
-
-
-def test_loss_is_fp32_and_leaves_out_padding():
-    logits, padding = torch.randn(4, 5, dtype=torch.bfloat16), torch.full((4,), -100)
-    loss = MixupLoss()(logits, torch.tensor([1, -100, 3, -100]))
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, F.cross_entropy(logits[::2].float(), torch.tensor([1, 3])))
-    assert MixupLoss(0.1)(logits, padding, padding, torch.tensor(0.3)) == 0
-
-
-@pytest.mark.parametrize("threshold", [0, 0.2, 0.5])
-def test_binary_cross_entropy_is_timms(threshold):
-    torch.manual_seed(0)
-    logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
-    theirs, criterion = (
-        BinaryCrossEntropy(smoothing=0, target_threshold=threshold),
-        MixupLoss(0.0, threshold),
-    )
+    logits = torch.randn(9, 5, dtype=torch.bfloat16)
+    target = torch.randint(5, (9,))
+    theirs = SoftTargetCrossEntropy()
+    if threshold is not None:
+        limit = None if threshold == "soft" else threshold
+        theirs = BinaryCrossEntropy(smoothing=0, target_threshold=limit, sum_classes=is_summed)
+    criterion = MixupLoss(smoothing, threshold, is_summed)
+    padded = F.pad(logits, (0, 0, 0, 3))
+    labels = [F.pad(each, (0, 3), value=-100) for each in (target, target.flip(0))]
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
-        blend = mixup_target(target, 5, share)  # with the mirrored batch, as ours
-        mixed = criterion(logits, target, target.flip(0), torch.tensor(share))
-        torch.testing.assert_close(mixed, theirs(logits, blend), rtol=1e-6, atol=0)
-    torch.testing.assert_close(criterion(logits, target), theirs(logits, target), rtol=1e-6, atol=0)
-    padded = F.pad(target, (0, 3), value=-100), F.pad(other, (0, 3), value=-100)
-    found = criterion(F.pad(logits, (0, 0, 0, 3)).bfloat16(), *padded, torch.tensor(0.3))
-    torch.testing.assert_close(
-        found, criterion(logits.bfloat16().float(), target, other, torch.tensor(0.3))
-    )
+        expected = theirs(logits.float(), mixup_target(target, 5, share, smoothing))
+        blended = criterion(padded, *labels, torch.tensor(share))
+        torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(criterion(padded, labels[0]), expected, rtol=1e-6, atol=0)
     assert criterion(logits, torch.full_like(target, -100)) == 0

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.files import folder_lock
@@ -52,7 +53,7 @@ def extract(archive: Path, name: Path | str, folder: Path) -> None:
     """
     unpacked = folder / f".{archive.name}.partial"
     # tars are kept inside by this filter, zips by zipfile itself
-    options = {} if archive.suffix == ".zip" else {"filter": "data"}
+    options: dict[str, Any] = {} if archive.suffix == ".zip" else {"filter": "data"}
     try:
         shutil.unpack_archive(archive, unpacked, **options)
         (folder / name).parent.mkdir(exist_ok=True)

@@ -1,6 +1,4 @@
-"""Folders, tars and parquet files of the same images make the same data set; what is no source is
-refused by name.
-"""
+"""Sources of the same images make the same data set; what is no source is refused by name."""
 
 import io
 import json
@@ -25,6 +23,7 @@ from imagenet_dali.testing import jpeg, write_images
 
 CLASSES = ["n01", "n02", "n03"]
 WORDS = ["tench, Tinca tinca", "goldfish", "great white shark"]
+KIT = "ILSVRC2012_devkit_t12.tar.gz"
 Files = dict[str, bytes]  # content by path
 
 
@@ -36,9 +35,11 @@ def fill(root: Path, files: Files) -> Path:
 
 
 def tar_of(members: Files, mode: str = "w") -> bytes:
-    with tarfile.open(fileobj=(buffer := io.BytesIO()), mode=mode) as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as tar:
         for name, data in members.items():
-            (member := tarfile.TarInfo(name)).size = len(data)
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
 
@@ -50,130 +51,97 @@ def parquet_of(
 
     Without names it is a file of others, with a column "label".
     """
-    image, size = (
-        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
-        pa.struct([("width", pa.int64())]),
-    )
-    features = {
-        "image": {"_type": "Image"},
-        "class": {"names": names, "_type": "ClassLabel"},
-        "tags": [{}],
-    }
-    features |= {"id": {"names": ["of another task"]}} if names is None else {}
-    metadata = (
-        {"huggingface": json.dumps({"info": {"features": features}})} if names != [] else None
-    )
     label = "label" if names is None else "class"
-    images = [data and dict(bytes=data, path=name) for name, data, _ in rows]
-    columns = {
-        "size": [None] * len(rows),
-        "id": range(len(rows)),
-        "mask": [dict(bytes=b"", path="mask.png")] * len(rows),
-        "image": images,
-        label: [row[2] for row in rows],
-    }
-    schema = pa.schema(
-        [
-            ("size", size),
-            ("id", pa.int64()),
-            ("mask", image),
-            ("image", image),
-            (label, pa.int64()),
-        ],
-        metadata,
-    )
-    write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
+    features = {"image": {"_type": "Image"}, "class": {"names": names}, "tags": [{}]}
+    if names is None:
+        features["id"] = {"names": ["of another task"]}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    size = pa.struct({"width": pa.int64()})
+    columns = {"size": size, "id": pa.int64(), "mask": image, "image": image, label: pa.int64()}
+    records = []
+    for name, data, number in rows:
+        content = data and {"bytes": data, "path": name}
+        records.append({"id": 0, "mask": {"path": "mask"}, "image": content, label: number})
+    schema = pa.schema(columns, metadata if names != [] else None)
+    buffer = io.BytesIO()
+    write_table(pa.Table.from_pylist(records, schema), buffer, row_group_size=4)
     return buffer.getvalue()
+
+
+def devkit_of(labels: list[int]) -> bytes:
+    """Return ImageNet's archive of the classes and of the validation images' labels."""
+    columns = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O")]
+    # the numbers are in another order than the synsets, and the last one is of a group of classes
+    synsets = [
+        (7, "n02", WORDS[1]),
+        (8, "n01", WORDS[0]),
+        (9, "n03", WORDS[2]),
+        (10, "n00", "fish"),
+    ]
+    matrix = io.BytesIO()
+    savemat(matrix, {"synsets": np.array(synsets, columns)[:, None]})
+    truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels)
+    return tar_of(
+        {
+            "kit/data/meta.mat": matrix.getvalue(),
+            "kit/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+        },
+        "w:gz",
+    )
 
 
 def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # of 10 in a shard
     labels = [2, 0, 1, 1, 0, 0]
-    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
-    synsets = [
-        (7, "n02", WORDS[1], 0),
-        (8, "n01", WORDS[0], 0),
-        (9, "n03", WORDS[2], 0),
-        (10, "n00", "fish", 3),
-    ]
-    savemat(mat := io.BytesIO(), {"synsets": np.array(synsets, kinds)[:, None]})
-    truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels).encode()
-    devkit = {
-        "kit/data/meta.mat": mat.getvalue(),
-        "kit/data/ILSVRC2012_validation_ground_truth.txt": truth,
-    }
-    kit = {"ILSVRC2012_devkit_t12.tar.gz": tar_of(devkit, "w:gz")}
+    kit = {KIT: devkit_of(labels)}
     folder = write_images(fill(tmp_path / "folder", kit) / "train", 10, CLASSES).parent
     fill(folder, {f"val/v_{number}.JPEG": jpeg(50, 60, number) for number in range(6)})
-    files = {
-        name: data for name, data in sorted(read_folder(folder).items()) if "devkit" not in name
-    }
-    rows = [
-        (n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9]))
-        for n, data in files.items()
-    ]
-    train, val = rows[:30], rows[30:]
+    rows = []  # name, content, label: first of train, then of val
+    for name, data in sorted(read_folder(folder).items()):
+        if name.startswith("train"):
+            rows.append((name, data, CLASSES.index(name[6:9])))
+        elif name.startswith("val"):
+            rows.append((name, data, labels[int(name[6])]))
 
-    classes = {
-        f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n})
-        for name in CLASSES[::-1]
-    }
-    flat = tar_of({name[4:]: data for name, data, _ in val[::-1]})
-    fill(
-        tmp_path / "tars",
-        kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat},
-    )
-    webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
-    for number, (split, part) in enumerate(
-        (("train", train[::2]), ("train", train[1::2]), ("validation", val))
-    ):
-        members = {name: data for name, data, _ in part}
-        members |= {f"{name.split('.')[0]}.cls": str(label).encode() for name, _, label in part}
-        webdataset[f"{split}-{number}.tar"] = tar_of(members)
-        parquet[f"data/{split}-0000{number}-of-00002.parquet"] = parquet_of(part, WORDS)
-    fill(tmp_path / "webdataset", webdataset)
-    fill(tmp_path / "parquet", parquet | {"assets/README.md": b""})
+    classes = {}
+    for label in (2, 1, 0):
+        members = {name[10:]: data for name, data, number in rows[:30] if number == label}
+        classes[f"{CLASSES[label]}.tar"] = tar_of(members)
+    flat = tar_of({name[4:]: data for name, data, _ in rows[:29:-1]})
+    tars = {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat}
+    webdataset = {"labels.txt": "\n".join(WORDS).encode()}
+    parquet = {"assets/README.md": b""}
+    parts = {"train-0": rows[:30:2], "train-1": rows[1:30:2], "validation-2": rows[30:]}
+    for name, part in parts.items():
+        members = {}
+        for path, data, label in part:
+            members[path] = data
+            members[f"{path.split('.')[0]}.cls"] = str(label).encode()
+        webdataset[f"{name}.tar"] = tar_of(members)
+        parquet[f"data/{name}.parquet"] = parquet_of(part, WORDS)
+    for source, files in {"tars": kit | tars, "webdataset": webdataset, "parquet": parquet}.items():
+        fill(tmp_path / source, files)
     made = []
-    for kind in ("folder", "tars", "webdataset", "parquet"):
-        prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
-        made.append(
-            {
-                n: data
-                for n, data in read_folder(tmp_path / "made" / kind).items()
-                if "manifest" not in n
-            }
-        )
+    for source in ("folder", "tars", "webdataset", "parquet"):
+        prepare.prepare(tmp_path / source, tmp_path / "made" / source, shards=3)
+        made.append(read_folder(tmp_path / "made" / source))
+        made[-1].pop("manifest.json")
     assert made == made[:1] * 4
-    taken = "train-00000-of-00002.parquet: images of column image, labels of class\n"
-    assert capsys.readouterr().out.count(taken) == 1
-    fill(
-        tmp_path / "two",
-        {
-            "train-0.parquet": parquet_of(train, WORDS),
-            "val-0.parquet": parquet_of(val, WORDS[::-1]),
-        },
-    )
-    with pytest.raises(
-        UserError, match="val-0.parquet: its class names are not those of labels.txt or an earlier "
-    ):
+    assert made[0]["labels.txt"].decode().splitlines() == WORDS
+    said = capsys.readouterr().out
+    assert said.count("train-0.parquet: images of column image, labels of class\n") == 1
+
+    two = {"train-0.parquet": (rows, WORDS), "val-0.parquet": (rows, WORDS[::-1])}
+    fill(tmp_path / "two", {name: parquet_of(*content) for name, content in two.items()})
+    with pytest.raises(UserError, match="val-0.parquet: its class names are not those of labels.t"):
         list_source(tmp_path / "two")
-    assert (
-        list_source(tmp_path / "parquet", split="validation").validation == "the validation split"
-    )
-    with pytest.raises(
-        UserError, match="tars: no test split, only train, validation; name it with --split"
-    ):
+    validation = list_source(tmp_path / "parquet", split="validation")
+    assert validation.validation == "the validation split"
+    with pytest.raises(UserError, match="tars: no test split, only train, validation; name it wi"):
         list_source(tmp_path / "tars", split="test")
-    assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
-    fill(
-        folder, {f"test/{number}.JPEG": b"" for number in range(6)}
-    )  # whose labels ImageNet does not publish
-    with pytest.raises(UserError, match="test: no images; they are expected as .*test/<class>"):
-        list_source(folder, split="test")
     (folder / "train/n03").rename(tmp_path / "n03")
-    with pytest.raises(
-        UserError, match="n03 is no class of the training images; complete the download"
-    ):
+    with pytest.raises(UserError, match="n03 is no class of the training images; complete the do"):
         list_source(folder)
     (folder / "val/v_0.JPEG").unlink()
     with pytest.raises(UserError, match="6 labels for 5 files in .*val; complete the download"):
@@ -294,7 +262,6 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
     assert [name for name, _ in order[:3]] == [f"t.parquet/{row}/a.jpg" for row in (10, 26, 6)]
 
 
-KIT = "ILSVRC2012_devkit_t12.tar.gz"
 FLAT = {"a/1": b"", "b/2": b""}
 TINY = "val/val_annotations.txt"
 TRAIN = {"train/a/1": b"", "train/b/2": b""}

@@ -133,6 +133,7 @@ class Window(Open):
     steps: Count
     micro_batches: Count
     loss: float
+    noise_scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
 
 
 class Ranks(Open):

@@ -97,7 +97,7 @@ EDGES = [
         (
             MINIMAL,
             ["LOG=dict(every=3)", "LOG.every=4"],
-            dict(LOG=dict(every=4, tensorboard=True, trackers=[])),
+            dict(LOG=dict(every=4, tensorboard=True, noise_scale=None, trackers=[])),
         ),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
         (MINIMAL, ["OUTPUT=2012", "INIT=None", *EDGES], dict(OUTPUT="2012", INIT=None)),

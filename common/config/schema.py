@@ -203,6 +203,12 @@ class Log(Section):
     tensorboard: bool = True
     """write TensorBoard event files too"""
 
+    noise_scale: bool | None = None
+    """measure the gradient noise scale
+    ([large-batches.md](large-batches.md#the-gradient-noise-scale)); `None`: where a step has
+    several micro-batches or data-parallel GPUs, but not with 2d, 2.5d and 3d, where it costs
+    communication"""
+
     trackers: Annotated[list[str], Field(strict=False)] = key([])
     """`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless
     `WANDB_PROJECT` is set"""

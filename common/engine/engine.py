@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from common.engine.amp import MixedPrecision, build_mixed_precision
 from common.engine.compiler import compile_model, should_compile
 from common.engine.lost_ranks import naming_lost_ranks
+from common.engine.noise_scale import NoiseScale, build_noise_scale
 from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.engine.tensor_parallel.sharding import is_sharded, kept_buffers, named_shards
 from common.engine.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
@@ -42,10 +43,12 @@ class Engine(UpstreamEngine):
         *args: Any,
         precision: MixedPrecision,
         lr_scheduler: OncePerStep | None = None,
+        noise_scale: NoiseScale | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.precision = precision
+        self.noise_scale = noise_scale
         self.lr_scheduler = lr_scheduler
         # called in training where a phase begins: "forward", "backward", "rest"
         self.on_phase: Callable[[str], object] = lambda phase: None
@@ -72,6 +75,10 @@ class Engine(UpstreamEngine):
         optimizer.unscale_gradients()
         # by the norm over all shards, the same on all ranks
         optimizer.clip_gradients()
+        if self.noise_scale:
+            schedule: Any = self.schedule
+            norm = optimizer.grad_norm
+            self.noise_scale.add_step(norm, optimizer.scaler, schedule.batch_size)
         # or skip it on all ranks, without the host knowing, where that norm is not finite
         optimizer.update()
         yield result
@@ -80,6 +87,8 @@ class Engine(UpstreamEngine):
         """Add the gradient of ``loss`` over the number of micro-batches in a step."""
         self.on_phase("backward")
         super().backward(loss)
+        if self.noise_scale:
+            self.noise_scale.add_micro_batch()
         self.on_phase("rest")
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -147,9 +156,9 @@ def initialize(
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
 
     Call it after a launch. Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``,
-    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and
-    ``cudnn_deterministic``; the engine also reads ``zero`` if `shard_model` sharded the model by
-    it. Gives each data-parallel rank its own random numbers.
+    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark``,
+    ``cudnn_deterministic`` and ``LOG.noise_scale``; the engine also reads ``zero`` if `shard_model`
+    sharded the model by it. Gives each data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, whose ``verbose`` has no effect: nothing is printed.
     `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
@@ -182,6 +191,8 @@ def initialize(
     compiles = config.get("COMPILE", False)
     if should_compile(compiles, device.type):
         compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
+    is_wanted = config.get("LOG", {}).get("noise_scale", False)
+    noise_scale = build_noise_scale(model, accumulation, is_wanted)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _average_gradients(model, config),
@@ -190,6 +201,7 @@ def initialize(
         clip_grad_norm=step_optimizer.max_norm,
         precision=precision,
         lr_scheduler=schedule,
+        noise_scale=noise_scale,
     )
     gpc.separate_data_parallel_seeds()
     if train_dataloader is not None:

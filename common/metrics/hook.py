@@ -60,6 +60,7 @@ class MetricsHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
+        self.noise_scale = trainer.engine.noise_scale
         self._restart_window(trainer)
 
     def _restart_window(self, trainer: Trainer) -> None:
@@ -74,9 +75,12 @@ class MetricsHook(BaseHook):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's running totals for the next train record; waits for the device."""
         # of each step the mean, as if it had one micro-batch
-        return {"steps": self.steps, "micro_batches": self.steps, "loss": self.loss.item()}
+        state = {"steps": self.steps, "micro_batches": self.steps, "loss": self.loss.item()}
+        if self.noise_scale:
+            state["noise_scale"] = self.noise_scale.averages.tolist()
+        return state
 
-    def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int | None) -> None:
         """Resume from the state of ``rank``, or from the mean of all ``states`` if it is None."""
         states = states if rank is None else [states[rank]]
         first = states[0]
@@ -87,6 +91,10 @@ class MetricsHook(BaseHook):
             loss = self.steps * fmean(state["loss"] / state["micro_batches"] for state in states)
         self.started = time.perf_counter()
         self.loss.fill_(loss)
+        averages = [state.get("noise_scale") for state in states]
+        if self.noise_scale and None not in averages:
+            mean = torch.tensor(averages, dtype=torch.float64).mean(0)
+            self.noise_scale.averages.copy_(mean)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         size = resolution_at(self.plan.resolutions, trainer.cur_epoch).image_size
@@ -122,10 +130,14 @@ class MetricsHook(BaseHook):
         elapsed = time.perf_counter() - self.started
         timed = self.steps - self.untimed
         phases = self.clock.read()
+        noise_scale = {}
+        if self.noise_scale:
+            noise_scale["noise_scale"] = self.noise_scale.value().item()
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
+            **noise_scale,
             "skipped": trainer.engine.optimizer.skipped,
             "samples_per_s": timed * self.plan.total_batch / elapsed,
             "mfu": self.at_peak / elapsed,

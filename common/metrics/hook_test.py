@@ -36,7 +36,7 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     monkeypatch.setattr("common.engine.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
     plan = replace(plan, resolutions=(Resolution(1, 8, 4, 2), Resolution(2, 16, 4, 2)))
-    with launched(gradient_accumulation=2):
+    with launched(gradient_accumulation=2, LOG={"noise_scale": True}):
         model = nn.Linear(3, 2)
         model.register_forward_hook(lambda *_: let_pass(1))
         model.weight.register_hook(lambda _: let_pass(3))  # in the backward pass
@@ -57,3 +57,5 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     assert lines[-1]["grad_norm"] == pytest.approx(norm)
     assert (lines[-1]["lr"], lines[-1]["skipped"]) == (0.1, 0)
+    # of equal micro-batches
+    assert lines[-1]["noise_scale"] == pytest.approx(0, abs=1e-3)

@@ -52,6 +52,7 @@ class Record(BaseModel):
     # In a train record only. ``lr`` and ``grad_norm`` are those of the last step.
     lr: Metric = None
     grad_norm: Metric = None  # before clipping
+    noise_scale: Metric = None  # images, averaged over about 100 steps; null: above any number
     skipped: Count = 0  # updates so far that were skipped because of non-finite values
     samples_per_s: Metric = None  # over all GPUs
     mfu: Metric = None  # model FLOPs utilisation: a fraction of the GPUs' peak

@@ -14,6 +14,7 @@ from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
 from common.config.schema import all_keys
 from common.engine.amp import compute_dtype, name_dtype
+from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import describe_tensor_parallel, resolve_parallel
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
@@ -111,8 +112,12 @@ def _describe_plan(
 
 
 def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
-    """Return what FREEZE, EMA, OPTIMIZER.layer_decay and zero do, by key, if they are set."""
+    """Return what LOG.noise_scale, FREEZE, EMA, OPTIMIZER.layer_decay and zero do, by key, if they
+    are set.
+    """
     model, rows = build_on_meta(config["MODEL"], config["FREEZE"]), {}
+    if config["LOG"]["noise_scale"] and plan.total_batch == plan.micro_batch:
+        rows["LOG.noise_scale"] = f"no effect: {UNMEASURED}"
     if config["FREEZE"]:
         count, trained = count_parameters(model)
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"

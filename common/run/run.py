@@ -88,13 +88,16 @@ class Run:
             / flops_per_image(shape, frozen, resolution.image_size)
             for resolution in self.plan.resolutions
         }
+        log = config["LOG"]
         metrics = MetricsHook(
             self.plan,
             self.output,
             is_main=self.is_main,
             peak_samples_per_s=peaks,
             start=start,
-            **config["LOG"],
+            every=log["every"],
+            tensorboard=log["tensorboard"],
+            trackers=log["trackers"],
         )
         ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(

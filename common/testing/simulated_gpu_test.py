@@ -30,6 +30,7 @@ ALLOWED = {
     "common/metrics/hook.py:MetricsHook._mean_loss",
     "common/metrics/hook.py:MetricsHook._train_figures",
     "common/metrics/hook.py:MetricsHook.state_dict",
+    "common/metrics/hook.py:MetricsHook.load_state_dict",
     "common/metrics/hook.py:MetricsHook.before_test",
     "common/metrics/hook.py:average",
     "common/checkpoint/save.py:full_state_dict",
@@ -72,6 +73,7 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
         f"OPTIMIZER.name={optimizer!r}",
         "MODEL.dropout=0.1",
         "EMA=0.9",
+        "gradient_accumulation=2",
         "NUM_EPOCHS=6",
     ]
     (waits,) = run_ranks(1, train, data, tmp_path / "whole", *settings)

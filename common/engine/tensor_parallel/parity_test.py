@@ -1,10 +1,10 @@
 """Every tensor-parallel mode and `zero`, alone and with data parallelism, equals a plain PyTorch
 loop in one process.
 
-Compared in float32, from the same weights and data: losses, clipped gradients and weights after 2
-accumulated steps of AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer
-decay, Mixup and label smoothing, and of the head alone. An error is max|a - b| / max|b| of the
-worst tensor.
+Compared in float32, from the same weights and data: losses, the noise scale, clipped gradients and
+weights after 2 accumulated steps of AdamW and SGD, and of LAMB on a model with LayerScale and
+registers, with layer decay, Mixup and label smoothing, and of the head alone. An error is
+max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
@@ -22,6 +22,7 @@ from common.testing.parity_cases import (
     ACCUMULATION,
     CASES,
     MAX_NORM,
+    MICRO_BATCH,
     OPTIMIZERS,
     STEPS,
     blended_loss,
@@ -43,30 +44,47 @@ TRAINED = {
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),
 }
-Curve = tuple[
-    list[float], dict[str, Tensor], dict[str, Tensor]
-]  # losses and last gradient norm, gradients, weights
+# losses, last gradient norm, noise scale; gradients; weights
+Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
 @functools.cache
-def plain_training(name: str) -> Curve:
-    """Train in one process with nothing of this project but model and optimizer."""
+def plain_training(name: str, dp_size: int) -> Curve:
+    """Train in one process with nothing of this project but model and optimizer.
+
+    The noise scale is that of micro-batches shared out over ``dp_size`` ranks.
+    """
     optimizer_name, frozen, arguments = TRAINED[name]
-    model, losses = build_tiny_model(**arguments), []
+    model = build_tiny_model(**arguments)
+    losses = []
+    squares = []
+    noise = signal = 0.0
     if frozen:
         model.eval().requires_grad_(False).head.requires_grad_(True)
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    shards = [list(micro_batches(STEPS, rank, dp_size)) for rank in range(dp_size)]
     for number, (images, labels) in enumerate(micro_batches(), start=1):
+        for batches in shards:
+            own_images, own_labels = batches[number - 1]
+            own = torch.autograd.grad(blended_loss(model(own_images), **own_labels), trained)
+            squares.append(sum(grad.square().sum().item() for grad in own))
         loss = blended_loss(model(images), **labels)
         losses.append(loss.item())
         (loss / ACCUMULATION).backward()
         if number % ACCUMULATION == 0:
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             assert norm > MAX_NORM  # so that clipping was needed
+            big = norm.item() ** 2
+            small = sum(squares) / len(squares)
+            squares.clear()
+            b_big, b_small = ACCUMULATION * MICRO_BATCH, MICRO_BATCH / dp_size
+            noise = 0.99 * noise + (small - big) / (1 / b_small - 1 / b_big)
+            signal = 0.99 * signal + (b_big * big - b_small * small) / (b_big - b_small)
             optimizer.step()
             if number < STEPS * ACCUMULATION:
                 optimizer.zero_grad()
-    losses.append(norm.item())
+    losses += [norm.item(), noise / signal]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return (
         losses,
@@ -80,12 +98,13 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
     its shards.
     """
     answers = {}
-    with launched_clipping(**config):
+    with launched_clipping(**config, LOG={"noise_scale": True}):
         for name, (optimizer_name, frozen, arguments) in TRAINED.items():
             model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
             parameters = named_shards(model)
             losses = fit(engine)
             losses.append(engine.optimizer.grad_norm.item())
+            losses.append(engine.noise_scale.value().item())
             gradients = {
                 name: gather_full(p, p.grad) for name, p in parameters.items() if p.requires_grad
             }
@@ -135,9 +154,11 @@ SLOW = ("1d-4", "2.5d-4", "zero 1 x 1d-2", "dp2 x 2d-4", "dp2 x 2.5d-8", "dp2 x 
 @pytest.mark.parametrize("case", [slow(name) if name in SLOW else name for name in CASES])
 def test_equals_one_process(case):
     """Losses, gradients and weights are those of the plain loop; copies agree bit for bit."""
-    by_rank = run_ranks(CASES[case][0], sharded_training, CASES[case][1])
+    ranks, config = CASES[case]
+    by_rank = run_ranks(ranks, sharded_training, config)
+    dp_size = ranks // config.get("parallel", {"tensor": {"size": 1}})["tensor"]["size"]
     for name, (_, _, arguments) in TRAINED.items():
-        plain_losses, plain_gradients, plain_weights = plain_training(name)
+        plain_losses, plain_gradients, plain_weights = plain_training(name, dp_size)
         losses, gradients, weights = by_rank[0][name][0]
         assert disagreements([answers[name][1] for answers in by_rank]) == []
         assert all(answers[name][0][0] == losses for answers in by_rank)

@@ -241,13 +241,16 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
         if group is not None and parameter.grad is not None:
             grads_by_group[group].append(parameter.grad)
     for group, grads in grads_by_group.items():
-        if gpc.get_world_size(group) == 1:
-            continue
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=gpc.get_group(group))
-        sums = flat.split([grad.numel() for grad in grads])
-        sums = [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)]
-        torch._foreach_copy_(grads, sums)
+        if gpc.get_world_size(group) > 1:
+            torch._foreach_copy_(grads, sum_over(group, grads))
+
+
+def sum_over(group: ParallelMode, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of ``tensors`` over the ranks of ``group``, by one all-reduce."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=gpc.get_group(group))
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:

@@ -1,0 +1,164 @@
+"""The gradient noise scale: how large a batch pays (McCandlish et al., arXiv 1812.06162).
+
+The gradient of B images is the true gradient G plus noise, whose covariance is Sigma / B:
+
+    E |G_B|^2 = |G|^2 + tr(Sigma) / B
+
+A step has K micro-batches of b images, over all data-parallel ranks. ``small`` is the mean of their
+squared gradient norms, ``big`` the squared norm of the step's gradient, their mean. With B_small =
+b and B_big = K b, the paper's appendix A estimates
+
+    |G|^2     = (K big - small) / (K - 1)
+    tr(Sigma) = b (small - big) / (1 - 1 / K)
+
+Neither has a bias. The noise scale, in images, is the ratio of their averages over the steps. All
+that is drawn for each image or micro-batch adds to the noise: crops, Mixup and CutMix, dropout.
+"""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.sharding import named_shards, sum_over
+from common.engine.upstream import ParallelMode, all_reduce, gpc
+
+DECAY = 0.99  # of the averages in a step: they reach over about 100 steps
+UNMEASURED = (
+    "the noise scale needs several micro-batches in a step, this one has one: add "
+    "--set gradient_accumulation=2"
+)
+
+
+def build_noise_scale(
+    model: nn.Module, accumulation: int, wanted: bool | None
+) -> "NoiseScale | None":
+    """Build what measures the noise scale of ``model``, sharded but not yet in DDP, or return None.
+
+    None if ``wanted`` is False, and where a step has a single micro-batch, that is with the
+    greatest ``accumulation`` of the training 1. With ``wanted`` None, also where measuring would
+    cost communication.
+    """
+    if wanted is False or accumulation * gpc.get_world_size(ParallelMode.DATA) == 1:
+        return None
+    shards = [getattr(parameter, "shard", Shard()) for parameter in named_shards(model).values()]
+    if wanted is None and any(_is_partial(shard) for shard in shards):
+        return None
+    return NoiseScale(model)
+
+
+def _is_partial(shard: Shard) -> bool:
+    """Return whether this rank has the gradient of a part of the micro-batch's samples."""
+    return shard.summed_over is not None and gpc.get_world_size(shard.summed_over) > 1
+
+
+class NoiseScale:
+    """Average the estimates of |G|^2 and tr(Sigma) over the steps of a training.
+
+    A hook on each parameter takes the norm of a micro-batch's gradient, before it is added to those
+    of other micro-batches and exchanged between ranks. So the result is the same however the
+    micro-batches of a step are shared out between accumulation and data-parallel ranks; nothing is
+    stored or sent. Only the tensor-parallel modes that split the samples (2d, 2.5d, 3d) sum the
+    partial gradients in every micro-batch, with one all-reduce per group.
+
+    ``averages``, [|G|^2, tr(Sigma)], are of this rank's micro-batches: the mean over all ranks is
+    that of the training. Both begin at 0 and have the same weights, whose sum cancels in the ratio.
+    """
+
+    def __init__(self, model: nn.Module):
+        shards = named_shards(model)
+        device = next(iter(shards.values())).device
+        self.averages = torch.zeros(2, dtype=torch.float64, device=device)
+        # of this step: micro-batches on this rank, and the sum of their squared norms
+        self.accumulated = 0
+        self.squares = torch.zeros_like(self.averages[0])
+        # of this micro-batch, by the number of ranks that have the same
+        self.norms: dict[int, list[Tensor]] = defaultdict(list)
+        # gradients in part, by that number and the group that sums them; then by parameter
+        self.parts: dict[tuple[int, ParallelMode], dict[int, Tensor]] = defaultdict(dict)
+        if not isinstance(model, FSDPModule):
+            self._watch(dict(model.named_parameters()), shards)
+            return
+        for prefix, layer in model.named_modules():
+            if isinstance(layer, FSDPModule):
+                # the full parameters, whose gradients are not reduced yet
+                layer.unshard()
+                full = {
+                    f"{prefix}.{name}".lstrip("."): parameter
+                    for name, parameter in layer.named_parameters()
+                    if not isinstance(parameter, DTensor)
+                }
+                self._watch(full, shards)
+                layer.reshard()
+
+    def _watch(self, parameters: dict[str, nn.Parameter], shards: dict[str, nn.Parameter]) -> None:
+        """Take each gradient of ``parameters``, by name; ``shards`` are those of the optimizer."""
+        order = list(shards)
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                continue
+            shard = getattr(shards[name], "shard", Shard())
+            copies = 1 if shard.copies is None else gpc.get_world_size(shard.copies)
+            if _is_partial(shard):
+                take = partial(self._keep, (copies, shard.summed_over), order.index(name))
+            else:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                take = partial(self._measure, copies, dtype)
+            parameter.register_hook(take)
+
+    def _measure(self, copies: int, dtype: torch.dtype, grad: Tensor) -> None:
+        self.norms[copies].append(torch.linalg.vector_norm(grad, dtype=dtype))
+
+    def _keep(self, key: tuple[int, ParallelMode], number: int, grad: Tensor) -> None:
+        self.parts[key][number] = grad.clone()
+
+    def add_micro_batch(self) -> None:
+        """Add the squared norm of the micro-batch whose backward pass has ended."""
+        for (copies, group), grads in self.parts.items():
+            # in the same order on all ranks
+            ordered = [grad for _, grad in sorted(grads.items())]
+            dtype = torch.promote_types(ordered[0].dtype, torch.float32)
+            self.norms[copies] += torch._foreach_norm(sum_over(group, ordered), 2, dtype)
+        for copies, norms in self.norms.items():
+            self.squares = self.squares + torch.stack(norms).double().square().sum() / copies
+        self.norms.clear()
+        self.parts.clear()
+        self.accumulated += 1
+
+    def add_step(self, grad_norm: Tensor, scaler: GradScaler | None, micro_batch: int) -> None:
+        """Update the averages with a step, unless its gradient is not finite.
+
+        ``grad_norm`` is that of the step before clipping; ``micro_batch`` is in images. A step that
+        is a single micro-batch, as epochs of smaller images may have, changes nothing.
+        """
+        # Each loss was divided by their number. A tensor-parallel rank has its shards' squares: the
+        # mean over the group is then that of the full gradient.
+        small = self.squares * (self.accumulated * gpc.get_world_size(ParallelMode.TENSOR))
+        count = self.accumulated * gpc.get_world_size(ParallelMode.DATA)
+        self.accumulated = 0
+        self.squares = torch.zeros_like(self.squares)
+        if count == 1:
+            return
+        if scaler:
+            loss_scale: Any = scaler._get_scale_async()
+            small = small / loss_scale.double().square()
+        big = grad_norm.double().square()
+        signal = (count * big - small) / (count - 1)
+        noise = micro_batch * (small - big) / (1 - 1 / count)
+        averages = torch.lerp(self.averages, torch.stack([signal, noise]), 1 - DECAY)
+        self.averages = torch.where(big.isfinite(), averages, self.averages)
+
+    def value(self) -> Tensor:
+        """Return the noise scale in images, a 0-dim tensor on the device; all ranks must call it.
+
+        It is infinite while the average of |G|^2 is not above 0.
+        """
+        mean = self.averages / gpc.get_world_size(ParallelMode.GLOBAL)
+        signal, noise = all_reduce(mean, ParallelMode.GLOBAL).unbind()
+        return torch.where(signal > 0, noise.clamp(min=0) / signal, torch.inf)

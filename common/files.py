@@ -1,6 +1,4 @@
-"""Files: read with limits and checked against a schema, checksums, fsync, and the lock of a
-folder.
-"""
+"""Files: read with limits, checked against a schema, checksums, fsync, and the lock of a folder."""
 
 import contextlib
 import csv
@@ -39,23 +37,19 @@ S = TypeVar("S", bound=BaseModel)
 
 def short_path(path: Path) -> str:
     """Return ``path``, to be printed, relative to the current folder if it is below it."""
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # the current folder is gone, or ``path`` is elsewhere
+    # the current folder is gone, or ``path`` is elsewhere
+    with contextlib.suppress(OSError, ValueError):
         path = path.resolve().relative_to(Path.cwd())
     return printable(path)
 
 
 def canonical_name(name: str) -> str:
-    """Return a name as it compares: composed (NFC), which macOS does not, and without a byte-order
-    mark.
-    """
+    """Return a name as it compares: composed (NFC), as macOS does not, without byte-order mark."""
     return unicodedata.normalize("NFC", name.removeprefix("\ufeff"))
 
 
 def regular_size(path: Path, most: float = math.inf) -> int:
-    """Return the size of a regular file; raise `UserError` for anything else, or for more than
-    ``most`` bytes.
+    """Return the size of a regular file of at most ``most`` bytes; raise `UserError` for others.
 
     Reading a pipe would wait for a writer, and reading a device might never end.
     """
@@ -71,9 +65,7 @@ def regular_size(path: Path, most: float = math.inf) -> int:
 
 
 def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes; raise `UserError` for
-    anything else.
-    """
+    """Return the content of a file that `regular_size` takes."""
     size = regular_size(path, most)
     try:
         with path.open("rb") as file:
@@ -96,23 +88,25 @@ def read_names(path: Path) -> list[str]:
 
 
 def read_json(path: Path, schema: type[S], most: int = MAX_TEXT) -> S:
-    """Return the content of a JSON file that fits ``schema``; raise `UserError` naming the field
-    that does not.
-    """
+    """Return the content of a JSON file, as `parse_json` does."""
     return parse_json(read_bytes(path, most), schema, str(path))
 
 
 def parse_json(text: bytes, schema: type[S], where: str) -> S:
-    """Return JSON that fits ``schema``; raise `UserError` naming ``where`` it is from and the field
-    that does not.
+    """Return an object of ``schema``; raise `UserError` for the first field that does not fit.
+
+    ``where`` the text is from begins the message.
     """
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    value = f", not {first['input']!r}" if first["type"] not in ("missing", "json_invalid") else ""
-    raise UserError(f"{where}: {place and f'{place}: '}{first['msg']}{value}"[:400])
+    field = ".".join(map(str, first["loc"]))
+    line = f"{where}: {field}: " if field else f"{where}: "
+    line += first["msg"]
+    if first["type"] not in ("missing", "json_invalid"):
+        line += f", not {first['input']!r}"
+    raise UserError(line[:400])
 
 
 def own_file(path: Path) -> Path:
@@ -121,7 +115,8 @@ def own_file(path: Path) -> Path:
     Refuses a link, which in a stranger's run may lead to any file of ours, and a pipe, which waits
     for a reader.
     """
-    folder, remedy = path.parent, "choose another place with --output"
+    folder = path.parent
+    remedy = "choose another place with --output"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{path}: a link, or not a regular file; remove it, or {remedy}")
     with contextlib.suppress(OSError):
@@ -140,8 +135,9 @@ def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def sha256_of(path: Path, most: float = math.inf) -> str:
-    """Return the checksum of a regular file of at most ``most`` bytes, in hexadecimal; a sparse
-    file may claim any.
+    """Return the checksum, in hexadecimal, of a file that `regular_size` takes.
+
+    A sparse file may claim any size, and would be read for ever.
     """
     regular_size(path, most)
     with path.open("rb") as file:
@@ -166,19 +162,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-# descriptors, as a file object left open warns at exit, and whether the folder was made for the
-# lock
-_held: dict[Path, tuple[int, bool]] = {}
+# The locks of this process by folder: the descriptor, as a file object left open warns at exit, and
+# whether the folder was made for the lock.
+_locks: dict[Path, tuple[int, bool]] = {}
 
 
 def lock_folder(folder: Path, *, wait: bool = False) -> None:
-    """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends,
-    however it ends.
+    """Create ``folder`` and lock it until `unlock_folder`, or until this process ends.
 
     Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is
     false, and if the folder cannot be written.
     """
-    if folder in _held:  # to close a second handle would release the lock
+    if folder in _locks:  # to close a second handle would release the lock
         raise UserError(f"{folder} is being written by this process: choose another folder")
     is_new = not folder.exists()
     try:
@@ -190,8 +185,9 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); choose another"
         ) from error
+    how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(handle, how)
     except (BlockingIOError, PermissionError) as error:
         os.close(handle)
         raise UserError(
@@ -200,7 +196,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         ) from error
     except OSError:  # a file system without locks
         _write_holder(folder, wait)
-    _held[folder] = handle, is_new
+    _locks[folder] = handle, is_new
 
 
 def _write_holder(folder: Path, wait: bool) -> None:
@@ -218,7 +214,8 @@ def _write_holder(folder: Path, wait: bool) -> None:
                 is_warning=True,
             )
             return
-        host, pid, start = (read_text(holder).split() + ["unknown"] * 3)[:3]
+        # the file may have been left empty
+        host, pid, start, *_ = f"{read_text(holder)} unknown unknown unknown".split()
         if host == platform.node() and _start_of(pid) != start:
             holder.unlink(missing_ok=True)
         elif wait:
@@ -231,7 +228,10 @@ def _write_holder(folder: Path, wait: bool) -> None:
 
 
 def _start_of(pid: object) -> str:
-    """Return when a process of this host was started, in ticks; "" if there is none."""
+    """Return when a process of this host was started, in ticks; "" if there is none.
+
+    Another process may have the same id later, but not the same start.
+    """
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
@@ -249,8 +249,8 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 def remove_unused(folder: Path) -> None:
     """Remove ``folder`` if this process has created it and written nothing into it but the lock."""
-    if folder in _held:
-        _, is_new = _held[folder]
+    if folder in _locks:
+        _, is_new = _locks[folder]
         unlock_folder(folder)
         if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
             shutil.rmtree(folder)
@@ -258,6 +258,6 @@ def remove_unused(folder: Path) -> None:
 
 def unlock_folder(folder: Path) -> None:
     """Let go of the lock of ``folder``, if this process holds it."""
-    if folder in _held:
-        os.close(_held.pop(folder)[0])
+    if folder in _locks:
+        os.close(_locks.pop(folder)[0])
         (folder / HOLDER).unlink(missing_ok=True)

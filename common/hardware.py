@@ -1,5 +1,6 @@
-"""What the machine computes with, and where a result is from. torch is imported where it is needed,
-not before.
+"""What the machine computes with, and where a result is from.
+
+torch is imported where it is needed, not before: see `prepare_torch`.
 """
 
 import math
@@ -10,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,13 +31,13 @@ PACKAGES = (
     "nvidia-dali-cuda120",
     "timm",
 )
-CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc/self")
 _processes: list["CpuLimits"] = []  # of the run
 
 
 def prepare_torch() -> None:
-    """Set what torch reads from the environment while it is loaded: call it before torch is
-    imported.
+    """Set what torch reads from the environment while it is loaded; call it before that.
 
     OpenMP's threads sleep at barriers if other programs use this machine's cores: a thread that
     spins keeps the core from the thread it waits for. On a machine of one's own spinning is faster.
@@ -45,13 +47,12 @@ def prepare_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         busy_cores = sum(psutil.cpu_percent(0.1, percpu=True)) / 100
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy_cores >= BUSY else {}
+        if busy_cores >= BUSY:
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def instruction_set() -> str:
-    """Return the widest instructions for matrix products, such as "AMX" or "AVX2"; not on x86-64,
-    ATen's name.
-    """
+    """Return the widest instructions for matrix products, as "AMX"; elsewhere ATen's name."""
     import torch
 
     if is_fast("bfloat16") and platform.machine() == "x86_64":
@@ -60,8 +61,7 @@ def instruction_set() -> str:
 
 
 def is_fast(dtype_name: str) -> bool:
-    """Return whether this CPU has instructions for matrix products in "bfloat16" or "float16",
-    which oneDNN may use.
+    """Return whether this CPU multiplies matrices in "bfloat16" or "float16" by instructions.
 
     Without them such a product takes up to some hundred times as long as in float32 (pytorch issues
     118499, 146508).
@@ -70,8 +70,7 @@ def is_fast(dtype_name: str) -> bool:
 
     if dtype_name == "float16":
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and
-    # back
+    # torch's own answer is also true of AVX-512 without them, where oneDNN converts to float32
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     is_x86 = platform.machine() == "x86_64"
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_instructions or not is_x86)
@@ -92,9 +91,7 @@ def peak_memory() -> int:
 
 
 def limit_threads() -> None:
-    """Let torch compute with `rank_cores` threads at most; with fewer where OMP_NUM_THREADS says
-    so.
-    """
+    """Let torch compute with `rank_cores` threads at most; OMP_NUM_THREADS may say fewer."""
     import torch
 
     torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
@@ -102,8 +99,9 @@ def limit_threads() -> None:
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """What a process may use: CPUs of a host, and of their time no more than ``quota`` CPUs in the
-    cgroup ``group``.
+    """The CPUs of a host that a process may use, and the quota of their time, in CPUs.
+
+    The processes of the cgroup ``group`` share the quota.
     """
 
     host: str
@@ -113,48 +111,37 @@ class CpuLimits:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: its CPU mask, or the CPU quota of its
-    cgroup if lower.
-    """
+    """Return how many cores this process may use, by its CPU mask and its cgroup's quota."""
     return share_of_cores(cpu_limits())
 
 
 def set_processes(processes: Iterable[CpuLimits]) -> None:
-    """Let `rank_cores` divide what these processes of a run, this one among them, have in
-    common.
-    """
+    """Set the processes of the run, this one among them, for `rank_cores`."""
     _processes[:] = processes
 
 
 def rank_cores() -> int:
-    """Return the cores for this process of the run: for OpenMP's threads, and for decoding threads
-    or workers.
-    """
+    """Return the cores for this process of the run, for OpenMP's threads or for decoding."""
     return share_of_cores(cpu_limits(), _processes)
 
 
 def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
-    """Return the cores for one of ``processes`` if those on its host divide equally what they have
-    in common.
+    """Return the cores for one of ``processes``; those on its host divide what they share.
 
     A fraction of a CPU quota counts as a core.
     """
     neighbours = [process for process in processes if process.host == mine.host] or [mine]
-    in_mask = sum(1 / sum(cpu in process.cpus for process in neighbours) for cpu in mine.cpus)
-    in_quota = mine.quota / sum(process.group == mine.group for process in neighbours)
-    return max(
-        1,
-        min(
-            math.floor(in_mask + 1e-9),
-            math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus),
-        ),
-    )
+    sharing = Counter(cpu for process in neighbours for cpu in process.cpus)
+    # 1e-9: the shares of a whole core may add up to slightly less
+    share = math.floor(sum(1 / sharing[cpu] for cpu in mine.cpus) + 1e-9)
+    if mine.quota < math.inf:
+        in_group = sum(process.group == mine.group for process in neighbours)
+        share = min(share, math.ceil(mine.quota / in_group))
+    return max(1, share)
 
 
 def cpu_limits() -> CpuLimits:
-    """Return the limits of this process, by its CPU mask and its cgroups; the lowest quota
-    counts.
-    """
+    """Return the limits of this process, by its CPU mask and the lowest quota of its cgroups."""
     quotas = []
     for folder in _cgroup_folders("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
@@ -168,9 +155,7 @@ def cpu_limits() -> CpuLimits:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the limit of its
-    cgroup if lower.
-    """
+    """Return the bytes of memory that this process may use, by machine and cgroup."""
     limits = [psutil.virtual_memory().total]
     for folder in _cgroup_folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):

@@ -16,31 +16,22 @@ FILES = sorted(
 # common/ itself. The door for users' scripts is "colossal".
 BASE = {"errors", "files", "hardware", "launchers", "plot", "resolutions", "text"}
 ROOMS = {
-    "engine": set(),
-    "optim": {"engine"},
-    "config": {"optim", "engine"},
-    "launch": {"engine"},
-    "data": set(),
-    "model": {"config", "engine"},
-    "training": {"model", "optim", "engine"},
-    "metrics": {"config", "engine"},
-    "checkpoint": {"metrics", "launch", "model", "config", "engine"},
-    "planner": {"training", "model", "optim", "config", "engine"},
-    "task": {"data", "config"},
-    "tools": {"task", "checkpoint", "metrics", "data", "model", "launch", "config", "engine"},
-    "run": {
-        "task",
-        "planner",
-        "checkpoint",
-        "metrics",
-        "data",
-        "model",
-        "launch",
-        "config",
-        "engine",
-    },
-    "colossal": {"config", "engine"},
+    "engine": "",
+    "optim": "engine",
+    "config": "optim engine",
+    "launch": "engine",
+    "data": "",
+    "model": "config engine",
+    "training": "model optim engine",
+    "metrics": "config engine",
+    "checkpoint": "metrics launch model config engine",
+    "planner": "training model optim config engine",
+    "task": "data config",
+    "tools": "task checkpoint metrics data model launch config engine",
+    "run": "task planner checkpoint metrics data model launch config engine",
+    "colossal": "config engine",
 }
+ROOMS = {room: set(imported.split()) for room, imported in ROOMS.items()}
 
 
 def may_import(file: str, module: str) -> bool:

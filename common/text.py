@@ -14,12 +14,13 @@ UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\u
 
 def printable(text: object) -> str:
     """Return ``text`` in one line, with what is `UNPRINTABLE` in it escaped."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
-    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words
-    such as paths.
+    """Print ``text`` in lines of at most 80 columns, the later ones indented.
+
+    Longer words, such as paths, are not cut.
     """
     wrap = textwrap.TextWrapper(
         80,
@@ -33,25 +34,30 @@ def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> No
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
-    cells = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
-    widths = [
-        max(2, *map(len, column)) for column in zip(*cells, strict=True)
-    ]  # Markdown needs a dash
-    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    lines = [list(rows[0])]
+    lines += [list(map(printable, row.values())) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(2, width) for width in widths]  # Markdown needs a dash and a colon
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
-    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def counted(number: int, unit: str) -> str:
     """Return ``number`` with its unit, as "1 process" or "2 processes"."""
-    return f"{number} {unit}{'' if number == 1 else 'es' if unit.endswith('s') else 's'}"
+    if number == 1:
+        return f"1 {unit}"
+    return f"{number} {unit}{'es' if unit.endswith('s') else 's'}"
 
 
 def list_some(names: Sequence[str], most: int = 5) -> str:
@@ -62,7 +68,10 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
-    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -45,6 +45,7 @@ from common.hardware import cores, describe_run, is_fast
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_optimizer
 from common.run.start import start_run
+from common.testing.commands import in_words
 from common.testing.photographs import write_photographs
 from common.text import format_table
 from common.tools.report import result_columns
@@ -52,7 +53,8 @@ from common.training import build_training
 from imagenet_dali.prepare import main as prepare
 from imagenet_dali.task import build_train_loader
 
-SIDE, BATCH = 224, 64  # of the loaders' crops
+SIDE = 224  # of the loaders' crops
+BATCH = 64
 ROUNDS = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # else float32
@@ -60,11 +62,10 @@ BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # else float32
 
 @dataclass
 class Work:
-    """What a variant does: ``warm_up`` steps, ``steps`` that are timed, and one more with what a
-    loop does at its end.
+    """What a variant does, as a data loader of ``items`` in turn, a step each.
 
-    It is a data loader of ``items`` in turn, a step each, and has the mean seconds of the timed
-    ones at its end.
+    It has ``warm_up`` steps, ``steps`` that are timed, and one more with what a loop does at its
+    end. Then ``seconds`` is the mean of the timed ones.
     """
 
     settings: tuple[str, ...]
@@ -81,15 +82,12 @@ class Work:
     def fill(self) -> dict[str, Any]:
         """Return the config, and have batches of random images and labels as items."""
         config = self.config()
-        size, side = config["TOTAL_BATCH_SIZE"], config["MODEL"]["image_size"]
+        size = config["TOTAL_BATCH_SIZE"]
+        side = config["MODEL"]["image_size"]
+        # on the CPU first, so that all devices have the same
         images = torch.randn(4, size, 3, side, side).to(DEVICE)
-        self.items = [
-            *zip(
-                images,
-                torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE),
-                strict=True,
-            )
-        ]
+        labels = torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE)
+        self.items = list(zip(images, labels, strict=True))
         return config
 
     def __len__(self) -> int:
@@ -100,11 +98,10 @@ class Work:
         for number, item in enumerate(islice(cycle(self.items), len(self))):
             if number in (self.warm_up, self.warm_up + self.steps):
                 if DEVICE == "cuda":
-                    torch.cuda.synchronize()
-                self.seconds, started = (
-                    (time.perf_counter() - started) / self.steps,
-                    time.perf_counter(),
-                )
+                    torch.cuda.synchronize()  # the steps may still be in its queue
+                now = time.perf_counter()
+                self.seconds = (now - started) / self.steps
+                started = now
             yield item
 
     def state_dict(self) -> dict[str, int]:
@@ -122,9 +119,7 @@ def bare(work: Work) -> None:
 
 
 def timm(work: Work) -> None:
-    """Train timm's model with its loss and optimizer, like its train.py (not in its wheel) with
-    --amp.
-    """
+    """Train timm's model with its loss and optimizer, as its train.py does with --amp."""
     config = work.fill()
     model = VisionTransformer(**timm_arguments(**config["MODEL"])).to(DEVICE)
     optimizer = create_optimizer_v2(model, "adamw", config["LEARNING_RATE"], config["WEIGHT_DECAY"])
@@ -150,16 +145,13 @@ def ours(work: Work) -> None:
     with TemporaryDirectory() as folder:
         Path(folder, "unread").touch()  # the folder of the data must not be empty
         settings = [*work.settings, precision, f"COMPILE={work.compiled!r}", f"DATA.root={folder}"]
-        words = [
-            word for setting in (*settings, f"MAX_STEPS={len(work)}") for word in ("--set", setting)
-        ]
-        task = replace(TASK, describe=lambda _: data)
-        run = start_run(
-            ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task
-        )
+        settings.append(f"MAX_STEPS={len(work)}")
+        words = ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *in_words(*settings)]
+        run = start_run(words, None, replace(TASK, describe=lambda _: data))
         assert run is not None
-        criterion, loaders = nn.CrossEntropyLoss(label_smoothing=0.1), (work, None)
-        built = build_training(work.config(), criterion, loaders=loaders, steps=(len(work), 1))
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+        steps = (len(work), 1)
+        built = build_training(work.config(), criterion, loaders=(work, None), steps=steps)
         hooks = run.build_hooks(built.model, built.optimizer)
         Trainer(built.engine).fit(built.train_loader, 1, len(work), hooks=hooks)
 
@@ -239,7 +231,8 @@ def compare(variants: dict[str, Variant], work: Work, rounds: int) -> list[dict[
         for name in islice(cycle(variants), number, number + len(variants)):
             with ProcessPoolExecutor(1, context) as process:
                 measured[name].append(process.submit(run_variant, variants[name], work).result())
-    rows, first = [], next(iter(measured.values()))
+    rows = []
+    first = next(iter(measured.values()))
     for name, seconds in measured.items():
         ratios = [one / other for one, other in zip(seconds, first, strict=True)]
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -13,7 +13,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.config.fields import flatten
 from common.errors import UserError
 from common.files import own_file, read_text
 from common.metrics.curves import Curves
@@ -120,32 +119,19 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each metric as a scalar ``<kind>/<name>``, and at the end the config as hparams."""
+    """Write each metric as a scalar ``<kind>/<name>``."""
 
-    def __init__(self, folder: Path, start: int, total_steps: int):
+    def __init__(self, folder: Path, start: int, _: int):
         """Hide an interrupted run's events after step ``start``."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.folder = folder
-        self.total_steps = total_steps
-        self.final = {}  # metrics of the last evaluation, for hparams
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def __call__(self, metrics: Metrics) -> None:
         for name, value in _select(metrics).items():
             self.writer.add_scalar(name, value, metrics["step"])
-        if metrics["kind"] == "eval" and metrics["step"] == self.total_steps:
-            self.final = {f"final/{name}": metrics[name] for name in ("top1", "loss")}
 
     def close(self) -> None:
-        if self.final:
-            keys = flatten(json.loads((self.folder / "config.json").read_text())["config"])
-            # hparams takes no lists and no None
-            values = {
-                key: value if isinstance(value, (int, float)) else str(value)
-                for key, value in keys.items()
-            }
-            self.writer.add_hparams(values, self.final, run_name=".")
         self.writer.close()
 
 

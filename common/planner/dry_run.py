@@ -1,6 +1,4 @@
-"""``--dry-run``: print the resolved config, the batch arithmetic, memory, time, and predictions for
-parallel modes.
-"""
+"""``--dry-run``: print the resolved config, batch arithmetic, memory, time, and parallel modes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,28 +39,24 @@ def print_dry_run(
     *,
     is_compared: bool,
 ) -> None:
-    """Print the plan, the keys that are not at their defaults in ``--set`` syntax, and if asked a
-    table of all modes.
+    """Print the plan, the keys that are not at their defaults, and if asked a table of all modes.
 
     ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows
     of the plan; empty ones are skipped.
     """
-    images = data.train_samples if data else images
+    if data:
+        images = data.train_samples
     planner = Planner(config, plan, cluster)
     prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
-    rows = _describe_plan(config, plan, data) | {
-        "memory per GPU": _describe_memory(prediction, planner.cluster)
-    }
+    rows = _describe_plan(config, plan, data)
+    rows["memory per GPU"] = _describe_memory(prediction, cluster)
     if not is_compared:
         rows["time"] = (
             f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
         if not torch.cuda.is_available():
-            model, cpu = config["MODEL"], torch.device("cpu")
-            rate = peak_images_per_s(model, config["fp16"], 1, cpu, config["FREEZE"])
-            seconds = plan.epochs * images / rate
-            rows["time here"] = f"at least {_format_time(seconds, seconds)}, on this CPU"
+            rows["time here"] = f"at least {_least_time(config, plan, images)}, on this CPU"
     rows |= notes
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
@@ -72,20 +66,27 @@ def print_dry_run(
     for name, value in rows.items():
         if value:
             print_wrapped(f"{name:<{INDENT}}{value}", INDENT)
-    flat = {
-        name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)
-    }
-    width = max(map(len, flat))
-    print("\nkeys that are not at their defaults:")
-    for name, value in flat.items():
-        print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
+    _print_changed_keys(config)
     if is_compared:
         _print_modes(planner, images)
+
+
+def _print_changed_keys(config: Mapping[str, Any]) -> None:
+    """Print the keys that are not at their defaults, as --set takes them."""
+    print("\nkeys that are not at their defaults:")
+    # ...: no value, as a key of the user's has no default
+    changed = {
+        name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)
+    }
+    width = max(map(len, changed))
+    for name, value in changed.items():
+        print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
 
 
 def _describe_plan(
     config: Mapping[str, Any], plan: Plan, data: DataSummary | None
 ) -> dict[str, str]:
+    """Return the first rows of the plan, by title."""
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     flops = flops_per_image(config["MODEL"], config["FREEZE"])
     rows = {
@@ -112,35 +113,33 @@ def _describe_plan(
 
 
 def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
-    """Return what LOG.noise_scale, FREEZE, EMA, OPTIMIZER.layer_decay and zero do, by key, if they
-    are set.
-    """
-    model, rows = build_on_meta(config["MODEL"], config["FREEZE"]), {}
+    """Return what some options do, by key, if they are set."""
+    model = build_on_meta(config["MODEL"], config["FREEZE"])
+    rows = {}
     if config["LOG"]["noise_scale"] and plan.total_batch == plan.micro_batch:
         rows["LOG.noise_scale"] = f"no effect: {UNMEASURED}"
     if config["FREEZE"]:
         count, trained = count_parameters(model)
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
-    if name := config["MODEL"]["timm"]:
-        size, own = (
-            config["MODEL"]["image_size"],
-            ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA),
-        )
-        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {own}"
-    if decay := config["EMA"]:
-        steps = f"{1 / (1 - decay):,.0f}"
+    name = config["MODEL"]["timm"]
+    if name:
+        size = config["MODEL"]["image_size"]
+        # the defaults of these keys are the model's
+        data = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
+        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {data}"
+    if config["EMA"]:
+        steps = f"{1 / (1 - config['EMA']):,.0f}"
         rows["EMA"] = (
             f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
         )
-    if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
+    decay = config["OPTIMIZER"].get("layer_decay", 1.0)
+    if decay != 1:
         layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
         rows["OPTIMIZER.layer_decay"] = f"learning rate x {lowest} (embeddings) to 1 (head)"
     if config["zero"]:
-        stage, shards = (
-            config["zero"]["stage"],
-            counted(plan.data_parallel, "data-parallel process"),
-        )
+        stage = config["zero"]["stage"]
+        shards = counted(plan.data_parallel, "data-parallel process")
         rows["zero"] = f"stage {stage}, {ZERO[stage]} sharded over {shards}"
     return rows
 
@@ -175,67 +174,75 @@ def _usable(cluster: Cluster) -> str:
 
 def _print_modes(planner: Planner, images: int) -> None:
     """Print the assumptions, the table of all modes, and the fastest mode that fits."""
-    plan, cluster, predictions = planner.plan, planner.cluster, planner.predict_modes()
+    cluster = planner.cluster
+    predictions = planner.predict_modes()
     print()
     for line in _assumptions(planner):
         print_wrapped(f"- {line}", 2)
     print()
     print(format_table([_row(prediction, cluster) for prediction in predictions]))
     print()
-    for prediction in predictions:
-        print(
-            f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}"
-        )  # to be copied: not wrapped
+    for prediction in predictions:  # to be copied: not wrapped
+        print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
         print_wrapped(f"no mode fits in {_usable(cluster)}")
         return
-    if not predictions[0].fits and (
-        sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]
-    ):
+    # without tensor parallelism
+    sharded = [p.zero for p in fitting if p.zero and not p.tensor["mode"]]
+    if sharded and not predictions[0].fits:
         print_wrapped(
             f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})"
         )
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
-    print_wrapped(f"{_describe_time(best, plan, images)}, without evaluation")
+    print_wrapped(f"{_describe_time(best, planner.plan, images)}, without evaluation")
 
 
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
     steps = plan.epochs * images / prediction.total_batch
     time = _format_time(steps * prediction.fastest_step, steps * prediction.slowest_step)
-    limit = " (the host's limit)" * prediction.waits
+    limit = " (the host's limit)" if prediction.waits else ""
     return f"{plan.epochs} epochs of {images:,} images: {time}{limit}"
 
 
-def _format_time(*seconds: float) -> str:
-    unit, size = next(
-        (unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1
-    )
-    times = [value / size for value in seconds]
+def _least_time(config: Mapping[str, Any], plan: Plan, images: int) -> str:
+    """Return the time of training on this CPU at its peak."""
+    cpu = torch.device("cpu")
+    rate = peak_images_per_s(config["MODEL"], config["fp16"], 1, cpu, config["FREEZE"])
+    return _format_time(*[plan.epochs * images / rate] * 2)
+
+
+def _format_time(low: float, high: float) -> str:
+    """Return a range of seconds in the largest unit that ``low`` has one of."""
+    unit = next((unit for unit, size in UNITS.items() if low >= size), "seconds")
+    times = [low / UNITS[unit], high / UNITS[unit]]
     return f"{_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}"
 
 
 def _assumptions(planner: Planner) -> list[str]:
+    """Return the lines that say what the times depend on."""
     cluster = planner.cluster
     if cluster.images_per_s:
         speed = f"A GPU trains {cluster.images_per_s:,.0f} images/s (measured)."
     else:
-        rates, shares = (
-            [value, value * planner.speedup] for value in (planner.rate / 1e12, ASSUMED_MFU)
-        )
+        teraflops = planner.rate / 1e12
+        rates = [teraflops, teraflops * planner.speedup]
+        shares = [ASSUMED_MFU, ASSUMED_MFU * planner.speedup]
         speed = (
             f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak "
             f"of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
         )
-    assumed = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; " * (
-        cluster.decode in DECODE.values()
-    )
+    source = "--decode-images-per-s"
+    if cluster.decode in DECODE.values():
+        source = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; {source}"
     host = (
-        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU "
-        f"({assumed}--decode-images-per-s). A * marks steps that wait for it."
+        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({source}). "
+        "A * marks steps that wait for it."
     )
+    if cluster.decode == math.inf:
+        host = "The images are in a GPU's memory: nothing is decoded."
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
@@ -243,9 +250,7 @@ def _assumptions(planner: Planner) -> list[str]:
         f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least "
         f"{1e6 * LATENCY:.0f} us. The slower time assumes no overlap of computation and "
         "communication.",
-        host
-        if cluster.decode < math.inf
-        else "The images are in a GPU's memory: nothing is decoded.",
+        host,
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU "
         "in a step, within + between nodes.",
@@ -265,11 +270,13 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     }
     if prediction.fits:
         times = [1e3 * prediction.fastest_step, 1e3 * prediction.slowest_step]
-        row["step ms"] = "*" * prediction.waits + _range(times, ",.0f")
+        mark = "*" if prediction.waits else ""
+        row["step ms"] = mark + _range(times, ",.0f")
         row["images/s"] = _range(prediction.images_per_s, ",.0f")
     return row
 
 
 def _range(values: Sequence[float], form: str) -> str:
+    """Return two values as "1-2", one where both read the same."""
     low, high = (format(value, form) for value in values)
     return low if low == high else f"{low}-{high}"

@@ -69,6 +69,9 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert planner.settings_of(own[0]).startswith(
         "--set parallel=None --set TENSOR_PARALLEL_SIZE=1 "
     )
+    assert planner.settings_of(own[5]).endswith(
+        " --set zero='dict(stage=3)' --set MICRO_BATCH_SIZE=1024"
+    )
     nine = build_planner(build_config() | {"TOTAL_BATCH_SIZE": 18}, 9).predict_modes()
     assert [(p.mode, p.micro_batch) for p in nine] == [
         ("data parallel", 2),
@@ -137,25 +140,6 @@ def test_the_micro_batch_is_the_one_that_is_set_or_the_largest_that_fits():
         ("data parallel", 96, 1),
         ("1d 2", 96, 1),
     ]
-
-
-def test_zero_is_predicted_where_data_parallelism_does_not_fit():
-    config = build_config(**WHOLE_ONLY) | {"TOTAL_BATCH_SIZE": 8, "gradient_accumulation": 1}
-    found = {
-        memory: build_planner(config, 8, Cluster(memory=memory)).predict_modes()
-        for memory in (80e6, 120e6)
-    }
-    assert {p.mode: p.fits for p in found[80e6]} == {
-        "data parallel": False,
-        "zero 1": True,
-        "zero 3": True,
-    }
-    assert [p.mode for p in found[120e6]] == ["data parallel"]
-    assert (
-        build_planner(config, 8).settings_of(found[80e6][1])
-        == "--set zero='dict(stage=1)' --set MICRO_BATCH_SIZE=1"
-    )
-    assert found[80e6][2].estimate == estimate_step(config | {"zero": {"stage": 3}}, 8, 1)
 
 
 @pytest.mark.parametrize(

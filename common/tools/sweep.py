@@ -10,7 +10,7 @@ The key CONFIG takes the place of --config. The first --grid key is the picture'
 SEED are repetitions. A run has as many processes as its parallel mode needs, or --processes if that
 is more. A folder in DIR for each run has its combination as its name; more commands may add runs to
 DIR. A run that fails is in the table, the others are trained, and the exit status is 1. Rerun the
-command to resume: finished runs are skipped, the others continue from their checkpoints.
+command to resume: finished runs say so, the others continue from their checkpoints.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(args: argparse.Namespace) -> dict[str, str]:
-    """Check every combination, then train those that are not finished in ``args.output``.
+    """Check every combination, then train them in ``args.output``.
 
     Returns a note with the exit status for each run that failed after its start, by name.
     """
@@ -122,11 +122,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
     commands = plan_commands(args, grid)
     failed = {}
     for number, (folder, command) in enumerate(commands.items(), 1):
-        finished = is_finished(folder, command)
-        note = ": finished already" if finished else ""
-        print(f"[{number}/{len(commands)}] {folder.name}{note}", flush=True)
-        if finished:
-            continue
+        print(f"[{number}/{len(commands)}] {folder.name}", flush=True)
         status, stop = run_child(command)
         if stop:
             stopped = f"{signal_name(stop)}: {folder.name} was stopped"
@@ -254,21 +250,6 @@ def _check_best(best: str | None, keys: Sequence[str]) -> None:
     """Raise `UserError` unless ``best``, if there is one, is among the ``keys`` of the grid."""
     if best is not None and best not in keys:
         raise UserError(f"--best {best}: none of the --grid keys{did_you_mean(best, keys)}")
-
-
-def is_finished(folder: Path, command: Sequence[str]) -> bool:
-    """Return whether ``folder`` holds the whole run of ``command``.
-
-    Where it does not, the run itself decides what it resumes.
-    """
-    record = folder / "config.json"
-    if not record.exists():
-        return False
-    run = load_run(folder, folder.name)
-    config = Path(command[command.index("--config") + 1])
-    is_edited = config.stat().st_mtime > record.stat().st_mtime
-    arguments = run.about["argv"][1:]
-    return run.final is not None and not is_edited and list(command[-len(arguments) :]) == arguments
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

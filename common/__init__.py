@@ -1,3 +1,1 @@
-"""What the tasks share: config, launch, batch arithmetic, model, optimizer, schedule, hooks,
-checkpoint.
-"""
+"""What the tasks share: config, launch, data, model, optimizer, checkpoint, tools."""

@@ -1,6 +1,4 @@
-"""What the machine computes with, and how ranks divide its cores: CPU masks, and quotas of
-cgroups.
-"""
+"""What the machine computes with, and how ranks divide its cores."""
 
 import math
 import os

@@ -36,8 +36,7 @@ LAUNCHERS = {  # where several apply, the first one started the process
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of those that its launcher started, as far as the
-    environment says.
+    """Return whether this process is the first of its run, as far as the environment says.
 
     A process with an invalid rank counts as first, so that it prints its own error.
     """

@@ -1,6 +1,4 @@
-"""What a task's folder hands to a run and to the tools: its data set, its loaders, its training
-script.
-"""
+"""What a task's folder hands to a run and to the tools: data set, loaders, training script."""
 
 import importlib
 import os
@@ -47,9 +45,7 @@ class Task:
 
 
 def find_task(name: str) -> Task:
-    """Return the task of a run's config.json; raise `UserError` for a name that is not in
-    `TASKS`.
-    """
+    """Return the task of a run's config.json; raise `UserError` for one that is not in `TASKS`."""
     if name not in TASKS:
         raise UserError(
             f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file"

@@ -1,6 +1,4 @@
-"""Config files of others, given to the programs as a user does, and what recipes and plans come
-to.
-"""
+"""Config files of others, and what recipes and plans come to, as a user starts them."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""What README.md and docs/ name exists: scripts, flags, config keys, recipes, files. README's
-commands run.
+"""What README.md and docs/ name exists, and README's commands run.
 
 The commands run on CPUs and tiny images, with ``bash scripts/test.sh -m docs scripts/docs_test.py``
 only.
@@ -61,9 +60,7 @@ ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"
 
 
 def commands(page: str) -> list[str]:
-    """Return the shell commands of the page's code blocks, each in one line with what it exports
-    put in.
-    """
+    """Return the shell commands of the page, each in one line with what it exports put in."""
     blocks = re.findall(
         r"^```shell\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
     )
@@ -79,9 +76,7 @@ def commands(page: str) -> list[str]:
 
 @cache
 def help_of(program: str) -> str:
-    """Return what a script, given by its path, or a module prints when it is started with
-    --help.
-    """
+    """Return what a script, given by its path, or a module prints with --help."""
     file = program if program.endswith(".py") else f"{program.replace('.', '/')}.py"
     with (
         redirect_stdout(StringIO()) as printed,

@@ -241,8 +241,9 @@ def photographs() -> Path:
 
 
 def pipeline(kind: str) -> None:
-    """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py, with the recipe's LAMB, Mixup and
-    dropout; ``kind`` is DATA.loader.
+    """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py; ``kind`` is DATA.loader.
+
+    With the recipe's LAMB, Mixup and dropout.
     """
     from common.metrics.metrics_file import read_metrics
     from common.testing.commands import in_words

@@ -139,9 +139,7 @@ def test_quickstart(loader, compiled, digits, tmp_path, record):
 @eager_and_compiled
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_numerics(optimizer, compiled, record):
-    """Five steps in every precision, with LAMB on recomputed blocks, against a plain loop in
-    float64 on the CPU.
-    """
+    """Five steps in every precision against a plain loop in float64; LAMB recomputes blocks."""
     random = torch.Generator().manual_seed(1)
     images, labels = (
         torch.randn(5, 32, 3, 64, 64, generator=random),
@@ -199,9 +197,7 @@ def test_muon(record):
 
 
 class ForbidWaiting(BaseHook):
-    """Forbid the host to wait for the device but in the first steps, which set up, and the last,
-    which is logged.
-    """
+    """Forbid the host to wait for the device but in the first steps and the last, logged one."""
 
     steps = 0
 

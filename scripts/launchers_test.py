@@ -84,9 +84,7 @@ def expected(data, tmp_path_factory) -> Outcome:
 
 
 def outcome(output: Path, command: str, **options: object) -> Outcome:
-    """Run a command that trains into ``output``; return the line of the final top-1, and the
-    weights' file.
-    """
+    """Run a command that trains into ``output``; return the last line and the weights' file."""
     stdout = run(command, **options).stdout
     lines = [line for line in stdout.splitlines() if line.startswith("top1=")]
     assert len(lines) == 1, stdout
@@ -160,9 +158,7 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path, size, rank):
 
 @contextmanager
 def training(start: str, folder: Path, **environ: str) -> Iterator[subprocess.Popen]:
-    """Train without an end into ``folder/run``, in two processes; yield their launcher once there
-    are records.
-    """
+    """Train without an end in two processes; yield their launcher once there are records."""
     settings = (
         f"--config={write_config(folder)} --output={folder}/run --set NUM_EPOCHS=9999 --set "
         "EVAL_EVERY=9999"
@@ -259,9 +255,7 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
 
 
 def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
-    """Seed 003's snippet and command, as docs/from-colossalai-examples.md prints them; then a step
-    of training.
-    """
+    """Seed 003's snippet and command, as the documentation prints them; then a training step."""
     page = (ROOT / "docs" / "from-colossalai-examples.md").read_text()
     snippet = re.search(
         r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL
@@ -310,9 +304,7 @@ def rank_in(process: Process, folder: Path) -> str | None:
     "interrupt", ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"]
 )
 def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
-    """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted
-    run.
-    """
+    """Steps and weights are those of an uninterrupted run; one signal is --signal=B:USR1's."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
     command = f"{SBATCH} {TASK}/train_dali.py {arguments} --output={tmp_path}/run"

@@ -17,9 +17,7 @@ LAYOUT = {
 
 
 def count_tokens(source: str) -> int:
-    """Count what has to be read, however it is laid out: no comments, docstrings, line ends and
-    indentation.
-    """
+    """Count what has to be read: no comments, docstrings, line ends and indentation."""
     before, count, open_texts = tokenize.NEWLINE, 0, 0
     for kind, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
         # an f-string is one token, as before Python 3.12

@@ -1,5 +1,4 @@
-"""Write scikit-learn's 1,797 handwritten digits as an image folder: ``python
-scripts/write_digits.py DEST``.
+"""Write scikit-learn's 1,797 handwritten digits as an image folder.
 
 Each 8 x 8 picture is enlarged to 32 x 32 and saved as a JPEG under ``DEST/<digit>/<number>.jpg``.
 """

@@ -1,6 +1,4 @@
-"""Loggers; the test marked ``trackers`` needs the real package: ``bash scripts/test.sh -m
-trackers``.
-"""
+"""Loggers; ``bash scripts/test.sh -m trackers`` runs the test that needs the real package."""
 
 import json
 import re

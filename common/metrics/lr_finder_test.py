@@ -1,6 +1,4 @@
-"""The range test, against the run that it stands before, and a profile, against what the model
-computes.
-"""
+"""The range test against the run before which it stands; a profile against the model's layers."""
 
 import json
 import math

@@ -76,8 +76,7 @@ def _stay(mode: bool = True) -> Any:
 
 
 def timm_arguments(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the
-    same model.
+    """Return the arguments with which timm's `VisionTransformer` is the same model.
 
     They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's
     name.
@@ -103,8 +102,7 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
 
 
 def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL;
-    "none" if it cannot.
+    """Return name and arguments with which `timm.create_model` builds MODEL; "none" if it cannot.
 
     A plain ViT is named by its width, depth, heads, patches and images if timm has it, as
     "vit_base_patch16_224".

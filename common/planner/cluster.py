@@ -33,8 +33,7 @@ class Cluster:
     images_per_s: float | None = None
 
     def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
-        """Return the time of ``calls`` collectives of ``nbytes`` in all: a ring sends them over
-        its slowest link.
+        """Return the time of ``calls`` collectives of ``nbytes`` in all, by a ring's slowest link.
 
         In a group that spans nodes, each member has its own network link.
         """
@@ -46,9 +45,7 @@ class Cluster:
         return calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
 
     def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
-        """Return the bytes that a GPU sends in groups within a node, and in groups that span
-        nodes.
-        """
+        """Return the bytes that a GPU sends in groups within a node, and in groups beyond it."""
         inside = 0.0
         between = 0.0
         for (name, ranks), nbytes in nbytes_by_route.items():
@@ -64,12 +61,12 @@ class Cluster:
         return max(Counter(rank // self.node for rank in ranks).values())
 
     def _spans_nodes(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether not all of the ranks are on one node."""
         return self._members(ranks) < len(ranks)
 
 
 def sent_share(name: str, size: int) -> float:
-    """Return the ratio of bytes sent per process to message bytes, averaged over a group of
-    ``size``.
+    """Return the bytes that a process sends for each byte of a message, averaged over a group.
 
     For ring algorithms, which are optimal (Patarasuk and Yuan, 2009).
     """

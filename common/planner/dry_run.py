@@ -153,6 +153,7 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
 
 
 def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
+    """Return what takes the memory at the peak, and whether it fits."""
     estimate = prediction.estimate
     parts = (
         f"{estimate.peak / 1e9:.3f} GB at the peak: {estimate.weights / 1e9:.3f} weights, "
@@ -201,6 +202,7 @@ def _print_modes(planner: Planner, images: int) -> None:
 
 
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
+    """Return how long the training of the plan takes."""
     steps = plan.epochs * images / prediction.total_batch
     time = _format_time(steps * prediction.fastest_step, steps * prediction.slowest_step)
     limit = " (the host's limit)" if prediction.waits else ""
@@ -258,6 +260,7 @@ def _assumptions(planner: Planner) -> list[str]:
 
 
 def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
+    """Return the row of the table of modes."""
     estimate = prediction.estimate
     inside, between = cluster.sent(estimate.nbytes)
     row = {

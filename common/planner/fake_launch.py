@@ -64,15 +64,14 @@ def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
 
 
 def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
+    """Stand in for `nn.Module.to`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(target)
     return model
 
 
 def reduce_without_waiting(engine: Any) -> None:
-    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which
-    is empty.
-    """
+    """Register a DDP hook, as DDP's own code waits for the fake collective's empty future."""
     if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
 

@@ -95,8 +95,7 @@ class Planner:
             self.speedup = 1.0 if config["COMPILE"] is False else BEST_MFU / ASSUMED_MFU
 
     def predict_modes(self) -> list[Prediction]:
-        """Return a prediction for each way to split the model that the plan's GPUs and batch
-        allow.
+        """Return a prediction for each way to split the model that GPUs and batch allow.
 
         Those with `zero` are included if it is set, or if data parallelism alone does not fit.
         """
@@ -116,8 +115,9 @@ class Planner:
         return [prediction for prediction in predictions if prediction]
 
     def _predict_split(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
-        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest
-        micro-batch that fits; None where the batch does not divide.
+        """Return the prediction with MICRO_BATCH_SIZE, else with the largest micro-batch that fits.
+
+        It is None where the batch does not divide.
         """
         if self.plan.total_is_derived:
             samples = self.plan.micro_batch * self.plan.accumulation
@@ -139,8 +139,9 @@ class Planner:
     def predict_largest(
         self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]
     ) -> Prediction | None:
-        """Return the prediction for the first of the micro-batches ``sizes`` that fits, else for
-        the last that divides; None if none does.
+        """Return the prediction for the first of the micro-batches ``sizes`` that fits.
+
+        If none fits it is that for the last that divides, or None.
 
         ``samples`` is the share of the global batch that a data-parallel group has.
         """
@@ -199,9 +200,7 @@ class Planner:
         )
 
     def _step_times(self, estimate: StepEstimate, accumulation: int) -> tuple[float, float]:
-        """Return the seconds of a step without decoding: slowest and fastest, as in
-        `Prediction`.
-        """
+        """Return the slowest and the fastest seconds of a step, without decoding."""
         compute = estimate.flops / self.rate
         launches = LAUNCH * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
         traffic = OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic
@@ -242,6 +241,7 @@ def _tensor_settings(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _can_cut(config: Mapping[str, Any], micro_batch: int) -> bool:
+    """Return whether the run would not be refused."""
     try:
         check_zero(config)
         check_compile(config)

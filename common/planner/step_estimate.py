@@ -45,8 +45,7 @@ Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks
 
 
 class Traffic(TorchDispatchMode):
-    """Count this process's collectives within the context: ``calls`` and message ``nbytes``, by
-    `Route`.
+    """Count this process's collectives within the context: ``calls`` and ``nbytes``, by `Route`.
 
     Includes forward and backward passes, DDP and the optimizer. Raises KeyError for a collective
     that is not in `COLLECTIVES`.
@@ -155,8 +154,7 @@ def estimate_step(
     accumulation: int = 1,
     device: str = "cuda",
 ) -> StepEstimate:
-    """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches on a "cuda" or
-    "cpu" device.
+    """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches.
 
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
@@ -208,9 +206,7 @@ def _estimate(
 
 
 def count_blocks(model: Mapping[str, Any]) -> int:
-    """Return the number of alike blocks that MODEL says; 0 if it does not, or says one for each
-    stage.
-    """
+    """Return the number of alike blocks that MODEL says; 0 if it says none, or one a stage."""
     depth = model.get("depth")
     return depth if isinstance(depth, int) else 0
 
@@ -231,6 +227,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 def _estimate_depth(
     config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int
 ) -> StepEstimate:
+    """Estimate a step of the model with ``depth`` blocks, 0 for those that it has."""
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
     with FakeTensorMode(), TensorMemory() as memory:
         _move_to_fake_cpu(model)
@@ -302,8 +299,7 @@ def _count_step(
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``), dropout's
-    mask and LayerNorm.
+    """Make attention, LAMB, dropout's mask and LayerNorm behave as on ``device``.
 
     Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """

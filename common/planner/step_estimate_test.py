@@ -1,6 +1,4 @@
-"""Step estimates against real runs: bytes that several processes send, and memory that PyTorch's
-profiler sees.
-"""
+"""Step estimates against the bytes of real processes, and the memory that a profiler sees."""
 
 import ctypes
 from collections import Counter
@@ -106,8 +104,7 @@ def test_bytes_are_those_of_real_processes(case):
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
-    """Return the peak of PyTorch's allocations in the last step; to be called in a process of its
-    own.
+    """Return the peak of PyTorch's allocations in the last step, in a process of its own.
 
     The flag makes the allocator count what all threads free: the profiler alone misses Gloo's.
     """

@@ -1,6 +1,4 @@
-"""Compiled training, the default on GPUs: it trains as PyTorch's operations do, with inductor's
-code for CPUs too.
-"""
+"""Compiled training, the default on GPUs, against eager training."""
 
 from functools import partial
 from pathlib import Path
@@ -31,9 +29,7 @@ WHOLE = (
 def train(
     data: Path, output: Path, compiled: str, *settings: str, backend: str = "inductor"
 ) -> tuple[int, int]:
-    """Train; return the number of graphs, and how often one was broken. The limit of recompilations
-    is the lowest.
-    """
+    """Train; return the number of graphs, and how often one was broken."""
     engine.compile_model = partial(engine.compile_model, backend=backend)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         tiny_task.train(data, output, *SHORT, *settings, f"COMPILE={compiled}")

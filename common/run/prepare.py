@@ -82,8 +82,7 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="never|PATH",
         help="default: resume from the newest checkpoint in the output folder; "
         f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from "
-        "the newest of that "
-        "run; with --output DIR, as a branch in DIR",
+        "the newest of that run; with --output DIR, as a branch in DIR",
     )
     parser.add_argument(
         "--allow-change",
@@ -102,6 +101,20 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--classes", metavar="FILE", help=f"of --init: {CLASSES_HELP}")
     parser.add_argument("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
+    _add_alternatives(parser)
+    parser.add_argument(
+        "--from_torch",
+        "--use_trainer",
+        action="store_true",
+        help="accepted for compatibility; no effect",
+    )
+    add_cluster_arguments(parser)
+    add_launch_arguments(parser)
+    return parser
+
+
+def _add_alternatives(parser: argparse.ArgumentParser) -> None:
+    """Add what a run does in place of training."""
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
     )
@@ -123,15 +136,6 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="STEPS",
         help="record STEPS steps with torch.profiler instead of training",
     )
-    parser.add_argument(
-        "--from_torch",
-        "--use_trainer",
-        action="store_true",
-        help="accepted for compatibility; no effect",
-    )
-    add_cluster_arguments(parser)
-    add_launch_arguments(parser)
-    return parser
 
 
 class _HelpConfig(argparse.Action):
@@ -147,9 +151,7 @@ class _HelpConfig(argparse.Action):
 
 
 class Prepared(NamedTuple):
-    """The resolved config, which nothing changes any more, its plan, and the data set (None for
-    some dry runs).
-    """
+    """The resolved config, its plan, and the data set, which some dry runs do not read."""
 
     config: dict[str, Any]
     plan: Plan
@@ -163,9 +165,10 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError`
     for everything that would fail later.
     """
-    config = load_config(
-        args.config, args.set + [f"INIT={args.init}"] * bool(args.init), task.recipe
-    )
+    settings = list(args.set)
+    if args.init:
+        settings.append(f"INIT={args.init}")
+    config = load_config(args.config, settings, task.recipe)
     gpus = launch.world_size
     if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
@@ -182,14 +185,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
-        classes = config["MODEL"]["num_classes"] or data.num_classes
-        if classes < data.num_classes:
-            raise UserError(
-                f"MODEL.num_classes={classes}: the data set has labels 0 to "
-                f"{data.num_classes - 1}; "
-                f"--set MODEL.num_classes={data.num_classes} (or None) fits"
-            )
-        config["MODEL"]["num_classes"] = classes
+        config["MODEL"]["num_classes"] = _count_classes(config, data)
     plan = build_plan(config, gpus, data)
     config["INIT"] = config["INIT"] and resolve_source(
         config["INIT"], bool(config["MODEL"].get("pretrained"))
@@ -197,6 +193,17 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
+
+
+def _count_classes(config: Mapping[str, Any], data: DataSummary) -> int:
+    """Return the classes of the head: MODEL.num_classes, else the data set's."""
+    classes = config["MODEL"]["num_classes"] or data.num_classes
+    if classes < data.num_classes:
+        raise UserError(
+            f"MODEL.num_classes={classes}: the data set has labels 0 to {data.num_classes - 1}; "
+            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
+        )
+    return classes
 
 
 def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
@@ -219,9 +226,7 @@ def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -
 def check_init(
     config: Mapping[str, Any], args: argparse.Namespace, data: DataSummary | None
 ) -> str:
-    """Raise `UserError` if INIT's weights do not fit, or for fine-tuning without INIT; return the
-    message after loading.
-    """
+    """Refuse INIT's weights that do not fit, or fine-tuning without; return what loading says."""
     classes = args.classes or args.class_order
     if not config["INIT"]:
         if classes:
@@ -251,23 +256,21 @@ def _check_random_start(config: Mapping[str, Any], name: str) -> None:
 
 
 def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
-    """Return a warning where the head has more classes than the data set, unless it may be that of
-    INIT's weights.
+    """Return a warning where the head has more classes than the data set.
+
+    It may be that of INIT's weights, which is kept.
     """
     classes = config["MODEL"]["num_classes"]
     if config["INIT"] or classes == data.num_classes:
         return ""
     return (
         f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} "
-        "classes; None takes as "
-        "many as it has"
+        "classes; None takes as many as it has"
     )
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
-    """Raise `UserError` for what memory, sharding or trackers would refuse; return the mixed
-    precision.
-    """
+    """Refuse what memory, sharding or trackers would refuse later; return the mixed precision."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not is_dry_run:  # which may be for another machine
         on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
@@ -289,8 +292,8 @@ def _check_single_images(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for what needs more than one image in a micro-batch."""
     why = "a micro-batch is a single image; raise MICRO_BATCH_SIZE or TOTAL_BATCH_SIZE"
     for key in ("MIXUP", "CUTMIX"):
-        if alpha := config[key]:
-            raise UserError(f"{key}={alpha}: {why}, or add --set {key}=0")
+        if config[key]:
+            raise UserError(f"{key}={config[key]}: {why}, or add --set {key}=0")
     model = config["MODEL"]
     if model.get("sync_bn"):  # the statistics are those of all GPUs' images
         return

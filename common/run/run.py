@@ -1,6 +1,4 @@
-"""A started run, as `start_run` returns it to a training script, and what it leaves in its
-folder.
-"""
+"""A started run, as `start_run` returns it, and what it leaves in its folder."""
 
 import json
 from contextlib import suppress
@@ -55,9 +53,7 @@ class Run:
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
 
     def load_init(self, model: nn.Module) -> None:
-        """Load the weights of ``INIT`` into ``model``, before it is sharded, unless the run
-        resumes.
-        """
+        """Load the weights of ``INIT`` into ``model``, not sharded yet, unless the run resumes."""
         source = self.about["config"]["INIT"]
         if not source or self.start_from is not None:
             return
@@ -157,9 +153,7 @@ class Run:
 
 
 def read_evaluations(output: Path) -> list[Metrics]:
-    """Return the records of a run's evaluations, none where they cannot be read: the loggers have
-    warned of it.
-    """
+    """Return a run's evaluations; none where they cannot be read, of which the loggers warned."""
     with suppress(UserError):
         return [record for record in read_metrics(output) if record["kind"] == "eval"]
     return []

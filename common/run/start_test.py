@@ -64,9 +64,7 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
 
 
 def train_alike(data: Path, output: Path, settings: list[str], lost: str) -> str:
-    """Train on a copy of the data for each rank, with ``lost`` missing on the second; return why
-    not.
-    """
+    """Train on a copy of the data, which lacks ``lost`` on the second rank; return why not."""
     rank = int(os.environ["RANK"])
     own = Path(shutil.copytree(data, f"{output}.{rank}"))
     amp.is_fast = lambda dtype: rank == 0  # in this forked process

@@ -1,6 +1,4 @@
-"""A checkpoint of a model of one block, whose every file is what a run writes; and what a run
-leaves.
-"""
+"""A checkpoint of a model of one block, as a run writes it; and what a run leaves."""
 
 import json
 from dataclasses import asdict
@@ -107,9 +105,7 @@ def add_fields(path: Path) -> None:
 
 
 def read_result(output: Path) -> dict[str, Any]:
-    """Return what a run has left, by file of its last checkpoint, and its records, without timings
-    and memory.
-    """
+    """Return the files of a run's last checkpoint, and its records without timings and memory."""
     last = newest_checkpoint(output / "checkpoints")
     assert last, f"{output}: no checkpoint"
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}

@@ -1,6 +1,4 @@
-"""Run commands as a user does, in a process with output and exit status, without starting Python
-anew.
-"""
+"""Run commands as a user does, with output and exit status, without starting Python anew."""
 
 import multiprocessing
 import os
@@ -41,9 +39,7 @@ TIMEOUT = 240.0  # seconds
 def forked(
     main: Main, argv: Sequence[object] = (), **environ: str
 ) -> Iterator[tuple[BaseProcess, Path, Path]]:
-    """Run ``main(argv)`` as its script does, in a forked process; yield it and the files of its
-    stdout and stderr.
-    """
+    """Run ``main(argv)`` as a script does; yield its process and the files of stdout and stderr."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         for path in outputs:
@@ -60,9 +56,7 @@ def forked(
 
 
 def run_forked(main: Main, argv: Sequence[object] = (), code: int = 0, **environ: str) -> Ended:
-    """Run ``main(argv)`` by `forked`; expect exit status ``code`` (negative: a signal) and no
-    traceback.
-    """
+    """Run ``main(argv)`` by `forked`; expect this exit status (-9: a signal), no traceback."""
     with forked(main, argv, **environ) as (process, stdout, stderr):
         process.join(TIMEOUT)
         found, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
@@ -125,9 +119,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 def copy_working_tree(root: Path, folder: Path) -> Path:
-    """Copy the files of the clone ``root`` that git does not ignore, and link its ``.venv``; return
-    ``folder``.
-    """
+    """Copy the files that git does not ignore, and link ``.venv``; return ``folder``."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

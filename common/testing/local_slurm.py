@@ -48,9 +48,7 @@ PartitionName=urgent Nodes={node} State=UP PriorityTier=2
 
 @contextmanager
 def local_slurm() -> Iterator[dict[str, str]]:
-    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol
-    need.
-    """
+    """Run Slurm inside the context; yield the variables that srun, sbatch and scontrol need."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm")))
         folder.chmod(0o755)  # munged requires a socket folder that others can enter

@@ -1,6 +1,4 @@
-"""Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of
-three colours.
-"""
+"""Images for tests and benchmarks: JPEGs like photographs, and images of three colours."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +12,7 @@ DIFFERENT = 64  # JPEGs; more are links to them
 def write_photographs(
     folder: Path, names: Sequence[str], count: int, width: int, height: int
 ) -> Path:
-    """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return
-    ``folder``.
-    """
+    """Write JPEGs of about 0.3 bytes a pixel into ``folder/<name>/`` in turn; return ``folder``."""
     random = np.random.default_rng(0)
     paths = [
         folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)
@@ -38,9 +34,7 @@ def write_photographs(
 def write_colours(
     folder: Path, count: int, height: int, width: int, kind: str = "png", seed: int = 0
 ) -> Path:
-    """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>.<kind>``; return
-    ``folder``.
-    """
+    """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>``; return ``folder``."""
     noise = np.random.default_rng(seed)
     for number in range(count):
         pixels = noise.integers(0, 80, (height, width, 3), np.uint8)

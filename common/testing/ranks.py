@@ -24,9 +24,7 @@ PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
 
 @contextmanager
 def launched(**config: Any) -> Iterator[None]:
-    """Launch with ``config`` inside the context: as a rank of `run_ranks`, or else as a single
-    process.
-    """
+    """Launch with ``config`` inside the context, as a rank of `run_ranks` or a single process."""
     rank, size, port = (int(os.environ.get(name, default)) for name, default in PLACE.items())
     join_groups(config, rank, size, "127.0.0.1", port, backend="gloo", verbose=False)
     try:
@@ -36,8 +34,7 @@ def launched(**config: Any) -> Iterator[None]:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a forked process, without
-    GPUs.
+    """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a forked process.
 
     Processes are forked so that they need not import torch, with the environment that torchrun
     would set. Raises RuntimeError with the traceback of a rank that fails, TimeoutError after 240

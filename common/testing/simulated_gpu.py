@@ -1,5 +1,4 @@
-"""A GPU that is not there: tensors on cuda:0 that compute on the CPU, and a record of where the
-host waits for it.
+"""A GPU that is not there: tensors on cuda:0 that compute on the CPU, and where the host waits.
 
 What a GPU refuses raises RuntimeError: operands on two devices, and tensors that NCCL cannot send.
 Values are a CPU's. What it cannot show: DDP's reducer and inductor, which do not run on it, DALI's
@@ -137,6 +136,7 @@ class SimulatedGpu(TorchDispatchMode):
         return "cpu" if group and group.group_name in self.cpu_groups else "cuda"
 
     def _check_collective(self, function, leaves):
+        """Raise RuntimeError for a tensor that the group's backend cannot send."""
         (group,) = (
             leaf
             for leaf in leaves
@@ -154,6 +154,7 @@ class SimulatedGpu(TorchDispatchMode):
 
 
 def _check_devices(function, leaves):
+    """Raise RuntimeError for operands on two devices."""
     others = [
         leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor)
     ]
@@ -166,6 +167,7 @@ def _check_devices(function, leaves):
 
 
 def _has_to_wait(packet, args, kwargs, to_gpu):
+    """Return whether the host waits for the result of an operation."""
     if packet in INDEXING:
         indices = [index for index in args[1] if index is not None]
         return any(
@@ -195,6 +197,7 @@ def _swap(swap_tensors, old, new):
 
 
 def _move(parameters, buffers, device):
+    """Stand in for FSDP's function, which assigns to ``data``."""
     for tensor in (*parameters, *buffers):
         torch.utils.swap_tensors(
             tensor, nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
@@ -257,9 +260,7 @@ def simulate_gpu() -> SimulatedGpu:
 
 
 def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
-    """Return the images of ``build(device)``'s batches, the waits after the first, and the mean of
-    their kernels.
-    """
+    """Return the batches' images, the waits after the first, and the mean count of kernels."""
     gpu, images, waits = simulate_gpu(), [], {}
     stop_signals.install()  # as a run does: workers end with the thread that forks them
     for batch, _ in build(CUDA):

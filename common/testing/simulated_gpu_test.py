@@ -1,6 +1,4 @@
-"""On a simulated GPU: where the host waits, bit-identical resume, loaders, and parallel modes on
-groups of NCCL.
-"""
+"""On a simulated GPU: where the host waits, exact resume, loaders, modes on groups of NCCL."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""A task as small as one can be, for the tests of what comes after a run: images of seven colours
-in folders.
-"""
+"""A task as small as one can be, of images of seven colours, for tests of what follows a run."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +49,7 @@ LOG = dict(tensorboard=False)
 
 
 def write_images(folder: Path) -> Path:
-    """Write noisy images of the colours, 24 x 20 pixels, as
-    ``folder/<split>/<colour>/<number>.png``.
-    """
+    """Write noisy images of 24 x 20 pixels as ``folder/<split>/<colour>/<number>.png``."""
     noise = np.random.default_rng(0)
     for split, samples in SAMPLES.items():
         for number in range(samples):
@@ -67,9 +63,7 @@ def write_images(folder: Path) -> Path:
 
 
 def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
-    """Train for ten steps on what `write_images` wrote to ``root``; return the run's folder,
-    ``output``.
-    """
+    """Train for ten steps on what `write_images` wrote to ``root``; return ``output``."""
     config = output.parent / "tiny.py"
     partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
     partial.write_text(CONFIG)
@@ -111,9 +105,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
 
 
 def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
-    """Return what timm's model, with timm's preprocessing and the weights after ten steps of
-    ``run``, computes.
-    """
+    """Return what timm's model and preprocessing compute with the weights after ten steps."""
     from timm.data import create_transform
     from timm.models.vision_transformer import VisionTransformer
 

@@ -32,11 +32,11 @@ from common.engine.upstream import ParallelMode, all_reduce
 from common.errors import UserError
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
-from common.launch.detect import add_launch_arguments, detect_launch, init_distributed
+from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.metrics.hook import average, best_classes, count_correct
 from common.metrics.metrics_file import finite
 from common.plot import build_figure, save_figure
-from common.task import data_root, find_task
+from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 
 AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
@@ -45,6 +45,29 @@ DRAWN = 2000  # most classes of which there is a picture
 
 
 def main(argv: list[str]) -> None:
+    args = _build_parser().parse_args(argv)
+    launch = detect_launch(args, os.environ)
+    settings = list(args.set)
+    if args.data:
+        settings.append(f"DATA.root={args.data}")
+    run = open_model(args.run, settings, raw=args.raw)
+    run.name_classes(args.classes)
+    task = find_task(run.about["task"])
+    is_own_data = choose_images(run, task, args)
+    summary = task.describe(run.config["DATA"])
+    labels_of, warning = match_labels(run, summary, args.class_order)
+    output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
+    own_file(output / "evaluation.json")  # refuses a path that cannot be written before the work
+    init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
+    if launch.rank == 0:
+        _print_start(run, summary, warning, is_own_data=is_own_data)
+    tally = count(run, task, labels_of, launch)
+    shutdown()
+    if launch.rank == 0:
+        _report(run, tally, "by number" if warning else "by name", output, argv)
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = build_parser(__doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
@@ -56,34 +79,29 @@ def main(argv: list[str]) -> None:
         help="default: evaluation/<checkpoint>[-raw][-<data>], in the run",
     )
     add_launch_arguments(parser)
-    args = parser.parse_args(argv)
-    launch = detect_launch(args, os.environ)
-    settings = list(args.set)
-    if args.data:
-        settings.append(f"DATA.root={args.data}")
-    run = open_model(args.run, settings, raw=args.raw)
-    run.name_classes(args.classes)
+    return parser
+
+
+def choose_images(run: SavedRun, task: Task, args: argparse.Namespace) -> bool:
+    """Set which images ``run.config`` evaluates; return whether they are the run's own."""
     data = run.config["DATA"]
-    task = find_task(run.about["task"])
     data["root"] = data_root(run.config, task.download)
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
     # the folder that the run itself trained on has held-out images, whoever names it
-    own_root = run.about.get("config", {}).get("DATA", {}).get("root")
-    is_own_root = own_root and Path(args.data or own_root).resolve() == Path(own_root).resolve()
-    is_own_data = not args.split and (is_own_root or not args.data)
+    trained_on = run.about.get("config", {}).get("DATA", {}).get("root")
+    is_same = trained_on and Path(args.data or trained_on).resolve() == Path(trained_on).resolve()
+    is_own_data = not args.split and (is_same or not args.data)
     if not is_own_data and task.has_splits:
         data["eval_split"] = args.split or "validation"
-    summary = task.describe(data)
-    labels_of, warning = match_labels(run, summary, args.class_order)
-    output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
-    own_file(output / "evaluation.json")  # refuses a path that cannot be written before the work
-    init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
-    if launch.rank == 0:
-        _print_start(run, summary, warning, is_own_data=is_own_data)
+    return bool(is_own_data)
+
+
+def count(run: SavedRun, task: Task, labels_of: list[int], launch: Launch) -> "Tally":
+    """Evaluate the model on all ranks; ``labels_of`` are its classes by the data set's label."""
     predict = Predictor(run.load_model(), run.config)
     loader = task.build_eval_loader(
-        data,
+        run.config["DATA"],
         run.batch,
         image_size=run.config["MODEL"]["image_size"],
         dp_rank=launch.rank,
@@ -101,9 +119,7 @@ def main(argv: list[str]) -> None:
             tally.add(predict(images), answers)
         loader.close()
         tally.sum_over_ranks()
-    shutdown()
-    if launch.rank == 0:
-        _report(run, tally, "by number" if warning else "by name", output, argv)
+    return tally
 
 
 def _print_start(run: SavedRun, data: DataSummary, warning: str, *, is_own_data: bool) -> None:
@@ -229,13 +245,13 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
     """
     labels, best, is_among_5 = answers
 
-    def count(classes: np.ndarray) -> np.ndarray:
+    def by_class(classes: np.ndarray) -> np.ndarray:
         return np.bincount(classes, minlength=len(names))
 
-    samples = count(labels)
-    right = count(labels[labels == best])
-    top5 = count(labels[is_among_5 > 0])
-    answered = count(best[best >= 0])
+    samples = by_class(labels)
+    right = by_class(labels[labels == best])
+    top5 = by_class(labels[is_among_5 > 0])
+    answered = by_class(best[best >= 0])
     mistakes = _most_frequent_mistakes(names, answers[:2, labels != best])
     rows = []
     for label in np.flatnonzero(samples).tolist():

@@ -1,6 +1,4 @@
-"""Evaluating a saved model: same metrics as in training, and as scikit-learn's of timm's
-predictions.
-"""
+"""Evaluating a saved model: as in training, and as scikit-learn of timm's predictions."""
 
 import csv
 import json

@@ -179,6 +179,7 @@ FORMATS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
 
 
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
+    """Write the weights with ``metadata`` in their header."""
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     # safetensors' save_file would let nobody else read the file
     (output / WEIGHTS).write_bytes(save(weights, metadata))

@@ -1,6 +1,4 @@
-"""No module that an untrusted run names is imported; nothing is written through its links, or where
-it cannot be.
-"""
+"""An untrusted run: nothing that it names is imported, nothing is written through its links."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""What the train.py of Colossal-AI's AMP and data-parallel examples call, on noise: with the
-trainer, or a loop.
-"""
+"""What the train.py of Colossal-AI's AMP and data-parallel examples call, on noise."""
 
 import os
 

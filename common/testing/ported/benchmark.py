@@ -1,6 +1,4 @@
-"""What the train.py of Colossal-AI's CIFAR-10 and ImageNet benchmarks call, on noise, with every
-hook there is.
-"""
+"""What the train.py of Colossal-AI's benchmarks call, on noise, with every hook there is."""
 
 import torch
 from torch import nn

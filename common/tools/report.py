@@ -3,9 +3,9 @@
 python scripts/report.py outputs/vit-b16
 python scripts/report.py outputs/vit_lite_vanilla --csv >> cifar10_benchmark/results.csv
 
-The page has a curve of every metric in metrics.jsonl, a summary, of a sweep which combination is
-best, the environment, and the config: the whole of a single run's, and what differs between those
-of several. --csv prints a row for each run instead, as in results.csv.
+The page has a curve of every metric in metrics.jsonl, a summary, the environment, and the config:
+the whole of a single run's, and what differs between those of several. --csv prints a row for each
+run instead, as in results.csv. Which combination of a sweep is best: scripts/sweep.py --output DIR.
 """
 
 import base64
@@ -19,9 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +38,6 @@ from common.text import counted
 
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
-SEED = "SEED"  # in a sweep, its values are repetitions
 
 
 class Chart(NamedTuple):
@@ -48,14 +45,13 @@ class Chart(NamedTuple):
 
     title: str
     scale: float = 1  # factor from metrics.jsonl to the page
-    from_zero: bool = True  # whether the axis starts at 0
 
 
 # The metrics that have a title, in the order of the page. Others follow under their own names.
 CHARTS = {
-    "loss": Chart("Loss", from_zero=False),
-    "top1": Chart("Top-1 accuracy, %", 100, from_zero=False),
-    "top5": Chart("Top-5 accuracy, %", 100, from_zero=False),
+    "loss": Chart("Loss"),
+    "top1": Chart("Top-1 accuracy, %", 100),
+    "top5": Chart("Top-5 accuracy, %", 100),
     "lr": Chart("Learning rate"),
     "grad_norm": Chart("Gradient norm before clipping"),
     "skipped": Chart("Updates skipped so far"),
@@ -98,20 +94,6 @@ class RecordedRun:
             last = max((when for when in times if start <= when < end), default=start)
             total += last - start
         return total
-
-    @property
-    def values(self) -> dict[str, int | float | str]:
-        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``.
-
-        A name that holds the sweep's too, ``SWEEP/KEY=VALUE``, gives that under "sweep".
-        """
-        sweep, _, combination = self.name.rpartition("/")
-        values = {}
-        for part in combination.split(","):
-            key, equals, value = part.partition("=")
-            if equals:
-                values[key] = _number(value)
-        return {"sweep": sweep} | values if sweep and values else values
 
     @property
     def final(self) -> Metrics | None:
@@ -179,90 +161,6 @@ def load_run(folder: Path, name: str) -> RecordedRun:
     return RecordedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
 
 
-class Ranked(NamedTuple):
-    """A combination of a sweep's values."""
-
-    score: float  # of the finished runs: mean top-1 in per cent, or -1 if their loss is not finite
-    tops: list[float]  # top-1 of the finished runs in per cent
-    values: dict[str, Any]
-    row: dict[str, Any]  # of the table
-
-
-def rank_combinations(
-    runs: Sequence[RecordedRun], notes: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """Return a row for each combination of a sweep's values, the best first, and which is best.
-
-    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how
-    many they are. ``notes``: what to add to its steps, by a run's name.
-    """
-    ranked = []
-    for values, group in group_by_seed(runs).items():
-        ends = [run.final for run in group if run.final]
-        tops = [100 * end["top1"] for end in ends]
-        steps = [run.steps + notes.get(run.name, "") for run in group]
-        mean = shown_range = shown_loss = ABSENT
-        score = -math.inf
-        if ends:
-            loss = statistics.mean(end["loss"] for end in ends)
-            mean = f"{statistics.mean(tops):.2f}%"
-            shown_range = f"{min(tops):.2f}-{max(tops):.2f}"
-            shown_loss = f"{loss:.3f}"
-            # one that has diverged is never the best, whatever its NaNs were counted as
-            score = statistics.mean(tops) if math.isfinite(loss) else -1.0
-        reached = {
-            "top1": mean,
-            "range": shown_range,
-            "n": len(ends),
-            "loss": shown_loss,
-            "steps": ", ".join(dict.fromkeys(steps)),
-        }
-        ranked.append(Ranked(score, tops, dict(values), dict(values) | reached))
-    ranked.sort(key=lambda one: -one.score)
-    return [one.row for one in ranked], _name_best(ranked)
-
-
-def _name_best(ranked: Sequence[Ranked]) -> str:
-    """Return a line that names the best of several combinations and compares it to the second."""
-    if len(ranked) < 2:
-        return ""
-    best, second, *_ = ranked
-    if not second.tops or best.score < 0:
-        return ""
-    if second.score < 0:
-        verdict = "the loss of the others is not finite"
-    elif len(best.tops) == len(second.tops) == 1:
-        verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
-    elif max(second.tops) >= min(best.tops):
-        verdict = "ranges overlap"
-    else:
-        verdict = "ranges do not overlap"
-    named = ", ".join(f"{key}={value}" for key, value in best.values.items())
-    return f"best: {named}; {verdict}"
-
-
-def group_by_seed(
-    runs: Sequence[RecordedRun],
-) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
-    """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
-    groups = defaultdict(list)
-    keys = dict.fromkeys(key for run in runs for key in run.values)
-    for run in runs:
-        values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED}
-        if not keys:
-            values = {"run": run.name}
-        groups[tuple(values.items())].append(run)
-    return groups
-
-
-def _number(text: str) -> int | float | str:
-    """Return the number that ``text`` is, or ``text``."""
-    for number_type in (int, float):
-        with suppress(ValueError):
-            return number_type(text)
-    return text
-
-
 def result_row(run: RecordedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
     about = run.about
@@ -316,7 +214,6 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 
 def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page."""
-    ranked, verdict = rank_combinations(runs, {})
     configs = _align([run.about["config"] for run in runs])
     if len(runs) > 1:
         configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
@@ -333,8 +230,6 @@ def render(runs: Sequence[RecordedRun]) -> str:
             runs=runs,
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             summary={title: [*map(cell, runs)] for title, cell in SUMMARY.items()},
-            sweep=ranked if all(run.values for run in runs) else [],
-            verdict=verdict,
             keys=configs,
             environment=environment,
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
@@ -395,13 +290,11 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
     for name in names:
         if name in UNPLOTTED:
             continue
-        chart = CHARTS.get(name, Chart(name, from_zero=False))
+        chart = CHARTS.get(name, Chart(name))
         figure, axes = build_figure(4.8, 2.6)
         kinds = _plot(axes, runs, name, chart.scale)
         if not kinds:
             continue
-        if chart.from_zero:
-            axes.set_ylim(bottom=0)
         title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {losses}; evaluation: cross-entropy)"

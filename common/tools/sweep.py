@@ -15,16 +15,18 @@ command to resume: finished runs say so, the others continue from their checkpoi
 
 import argparse
 import itertools
+import math
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,17 +38,10 @@ from common.launch.signals import SIGNALS, exit_code, signal_name
 from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
 from common.text import did_you_mean, format_table, print_wrapped
-from common.tools.report import (
-    ABSENT,
-    SEED,
-    RecordedRun,
-    find_runs,
-    group_by_seed,
-    load_run,
-    rank_combinations,
-)
+from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
 
 CONFIG_KEY = "CONFIG"
+SEED = "SEED"  # whose values are repetitions
 COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
     "step; d(loss): largest difference of the train loss from the first run's"
@@ -92,7 +87,7 @@ def main(argv: list[str]) -> None:
             f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
         )
     runs.sort(key=lambda run: run.about["starts"][0]["started"])
-    _check_best(args.best, [key for run in runs for key in run.values])
+    _check_best(args.best, [key for run in runs for key in values_of(run)])
     rows, verdict = rank_combinations(runs, failed)
     print(format_table(rows))
     print_wrapped(COSTS, 0)
@@ -252,6 +247,100 @@ def _check_best(best: str | None, keys: Sequence[str]) -> None:
         raise UserError(f"--best {best}: none of the --grid keys{did_you_mean(best, keys)}")
 
 
+def values_of(run: RecordedRun) -> dict[str, int | float | str]:
+    """Return the values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
+    values = {}
+    for part in run.name.split(","):
+        key, equals, value = part.partition("=")
+        if equals:
+            values[key] = _number(value)
+    return values
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that ``text`` is, or ``text``."""
+    for number_type in (int, float):
+        with suppress(ValueError):
+            return number_type(text)
+    return text
+
+
+class Ranked(NamedTuple):
+    """A combination of a sweep's values."""
+
+    score: float  # of the finished runs: mean top-1 in per cent, or -1 if their loss is not finite
+    tops: list[float]  # top-1 of the finished runs in per cent
+    values: dict[str, Any]
+    row: dict[str, Any]  # of the table
+
+
+def rank_combinations(
+    runs: Sequence[RecordedRun], notes: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return a row for each combination of a sweep's values, the best first, and which is best.
+
+    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how
+    many they are. ``notes``: what to add to its steps, by a run's name.
+    """
+    ranked = []
+    for values, group in group_by_seed(runs).items():
+        ends = [run.final for run in group if run.final]
+        tops = [100 * end["top1"] for end in ends]
+        steps = [run.steps + notes.get(run.name, "") for run in group]
+        mean = shown_range = shown_loss = ABSENT
+        score = -math.inf
+        if ends:
+            loss = statistics.mean(end["loss"] for end in ends)
+            mean = f"{statistics.mean(tops):.2f}%"
+            shown_range = f"{min(tops):.2f}-{max(tops):.2f}"
+            shown_loss = f"{loss:.3f}"
+            # one that has diverged is never the best, whatever its NaNs were counted as
+            score = statistics.mean(tops) if math.isfinite(loss) else -1.0
+        reached = {
+            "top1": mean,
+            "range": shown_range,
+            "n": len(ends),
+            "loss": shown_loss,
+            "steps": ", ".join(dict.fromkeys(steps)),
+        }
+        ranked.append(Ranked(score, tops, dict(values), dict(values) | reached))
+    ranked.sort(key=lambda one: -one.score)
+    return [one.row for one in ranked], _name_best(ranked)
+
+
+def _name_best(ranked: Sequence[Ranked]) -> str:
+    """Return a line that names the best of several combinations and compares it to the second."""
+    if len(ranked) < 2:
+        return ""
+    best, second, *_ = ranked
+    if not second.tops or best.score < 0:
+        return ""
+    if second.score < 0:
+        verdict = "the loss of the others is not finite"
+    elif len(best.tops) == len(second.tops) == 1:
+        verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
+    elif max(second.tops) >= min(best.tops):
+        verdict = "ranges overlap"
+    else:
+        verdict = "ranges do not overlap"
+    named = ", ".join(f"{key}={value}" for key, value in best.values.items())
+    return f"best: {named}; {verdict}"
+
+
+def group_by_seed(
+    runs: Sequence[RecordedRun],
+) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
+    """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
+    groups = defaultdict(list)
+    keys = dict.fromkeys(key for run in runs for key in values_of(run))
+    for run in runs:
+        values = {key: values_of(run).get(key, ABSENT) for key in keys if key != SEED}
+        if not keys:
+            values = {"run": run.name}
+        groups[tuple(values.items())].append(run)
+    return groups
+
+
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return a row of costs for each run, which `COSTS` explains."""
     first = {record["step"]: record["loss"] for record in runs[0].of_kind("train")}
@@ -263,7 +352,7 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
             if record["step"] in first
         ]
         row = {
-            "run": ", ".join(map(str, run.values.values())) or run.name,
+            "run": ", ".join(map(str, values_of(run).values())) or run.name,
             "GB": run.median("peak_memory_gb", "{:.2f}"),
             "img/s": run.median("samples_per_s", "{:,.0f}"),
             "data": run.median("data_wait", "{:.1f} %"),
@@ -291,9 +380,9 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
     is_numeric = not any(isinstance(x, str) for x in ticks)
     for line, points in lines.items():
         xs = sorted(points) if is_numeric else list(points)
-        means = [mean(points[x]) for x in xs]
-        below = [mean(points[x]) - min(points[x]) for x in xs]
-        above = [max(points[x]) - mean(points[x]) for x in xs]
+        means = [statistics.mean(points[x]) for x in xs]
+        below = [statistics.mean(points[x]) - min(points[x]) for x in xs]
+        above = [max(points[x]) - statistics.mean(points[x]) for x in xs]
         shown = [pair for pair in line if pair[1] != ABSENT] or line
         axes.errorbar(
             xs if is_numeric else [*map(str, xs)],
@@ -303,7 +392,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
             capsize=3,
             label=", ".join(f"{key}={value}" for key, value in shown),
         )
-    varied = [key for key in runs[0].values if key not in (SEED, best)]
+    varied = [key for key in values_of(runs[0]) if key not in (SEED, best)]
     axes.set(xlabel=varied[0] if varied else "run", ylabel="top-1 of finished runs at the end, %")
     if is_numeric:
         if min(ticks) > 0 and max(ticks) / min(ticks) >= LOG_FROM:
@@ -331,6 +420,6 @@ def collect_points(
         pairs = [pair for pair in values if pair[0] != best] or [("", "best")]
         (_, x), *line = pairs
         points = lines[tuple(line)]
-        if tops and (x not in points or mean(tops) > mean(points[x])):
+        if tops and (x not in points or statistics.mean(tops) > statistics.mean(points[x])):
             points[x] = tops
     return {line: points for line, points in lines.items() if points}

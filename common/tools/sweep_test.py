@@ -12,7 +12,7 @@ import pytest
 from common.errors import UserError
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep
-from common.tools.report import RecordedRun, rank_combinations
+from common.tools.report import RecordedRun
 from common.tools.report_test import evaluation, train, write_run
 
 
@@ -99,7 +99,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     high = finished_run(0.65, RATE=0.8)
     unfinished = finished_run(0.9, last_step=8, RATE=0.3, EMA=1)
     runs = [low, same, high, unfinished]
-    rows, _ = rank_combinations(runs, {})
+    rows, _ = sweep.rank_combinations(runs, {})
     assert [list(row.values()) for row in rows] == [
         [0.8, "-", "65.00%", "65.00-65.00", 1, "1.500", "4"],
         [0.1, "-", "57.50%", "50.00-65.00", 2, "1.500", "4"],
@@ -114,7 +114,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         ([*diverged, low], "best: RATE=0.1; the loss of the others is not finite"),
         ([*diverged, unfinished], ""),
     ):
-        assert rank_combinations(part, {})[1] == verdict
+        assert sweep.rank_combinations(part, {})[1] == verdict
 
     drawn = []
     monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.extend(figure.axes))

@@ -86,8 +86,9 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    status = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    kilobytes = status[1] if status else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(kilobytes) * 1024
 
 
 def limit_threads() -> None:

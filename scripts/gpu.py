@@ -403,9 +403,9 @@ def _start(name: str, at_once: int) -> subprocess.Popen[bytes]:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a piece with all that it has started: torchrun's ranks are in sessions of their own."""
     parent = psutil.Process(process.pid)
-    for one in [*parent.children(recursive=True), parent]:
+    for child in [*parent.children(recursive=True), parent]:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            child.kill()
     process.wait()
 
 

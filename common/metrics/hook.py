@@ -150,7 +150,7 @@ class MetricsHook(BaseHook):
     def before_test(self, trainer: Trainer) -> None:
         if trainer.device.type == "cuda":
             torch.cuda.synchronize()  # the steps in its queue are training's time
-        self.paused = time.perf_counter()
+        self.paused = time.perf_counter()  # an evaluation does not count as training's time
         self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:

@@ -68,7 +68,7 @@ def freeze(model: nn.Module, part: str | None) -> None:
     for name, child in model.named_children():
         if not any(f"{head}.".startswith(f"{name}.") for head in heads):
             child.eval()
-            child.train = _stay
+            child.train = _stay  # as the trainer's train() would undo it
 
 
 def _stay(mode: bool = True) -> Any:
@@ -108,12 +108,12 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     "vit_base_patch16_224".
     """
     if timm:
-        own = {
+        options = {
             name: value for name, value in arguments.items() if name not in TimmModel.model_fields
         }
         if pretrained_config(timm).fixed_input_size:
-            own["img_size"] = arguments["image_size"]
-        return timm.partition(".")[0], own
+            options["img_size"] = arguments["image_size"]
+        return timm.partition(".")[0], options
     a = parse(Model, arguments)
     if a.stem == "conv" or a.pool == "seq":
         return "none", arguments
@@ -126,7 +126,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     elif a.init_values is not None and a.no_embed_class:
         family = "deit3"
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
-    own = timm_arguments(**arguments)
+    shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
-        del own[rate]
-    return name if is_model(name) else ANY_PLAIN_VIT, own
+        del shapes[rate]  # of training only
+    return name if is_model(name) else ANY_PLAIN_VIT, shapes

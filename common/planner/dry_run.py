@@ -196,6 +196,7 @@ def _print_modes(planner: Planner, images: int) -> None:
         print_wrapped(
             f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})"
         )
+    # by the slower time, as it is not certain that sending overlaps with computing
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
     print_wrapped(f"{_describe_time(best, planner.plan, images)}, without evaluation")

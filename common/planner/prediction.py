@@ -163,10 +163,10 @@ class Planner:
     def settings_of(self, prediction: Prediction) -> str:
         """Return the flags that start the run of ``prediction`` with this config."""
         tensor = prediction.tensor
-        own = self.config["parallel"]["tensor"]
+        stated = self.config["parallel"]["tensor"]
         values: dict[str, Any] = {}
-        if tensor != own:
-            if own["size"] > 1:  # the two keys below must not contradict it
+        if tensor != stated:
+            if stated["size"] > 1:  # the two keys below must not contradict it
                 values["parallel"] = None
             values["TENSOR_PARALLEL_SIZE"] = tensor["size"]
             values["TENSOR_PARALLEL_MODE"] = tensor["mode"]
@@ -224,8 +224,8 @@ class Planner:
         return slow, fast
 
 
-def _tensor_settings(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return values of parallel.tensor for up to 64 of the GPUs, and the config's ``own``.
+def _tensor_settings(gpus: int, stated: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return values of parallel.tensor for up to 64 of the GPUs, and the config's ``stated``.
 
     2.5D has at most the depth of its side, as in its paper.
     """
@@ -237,7 +237,7 @@ def _tensor_settings(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
             tensors.append({"mode": "2.5d", "size": depth * side**2, "depth": depth})
     tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
     fitting = [tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64]
-    return fitting if own in fitting else [*fitting, own]
+    return fitting if stated in fitting else [*fitting, stated]
 
 
 def _can_cut(config: Mapping[str, Any], micro_batch: int) -> bool:

@@ -170,6 +170,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         settings.append(f"INIT={args.init}")
     config = load_config(args.config, settings, task.recipe)
     gpus = launch.world_size
+    # a plan may be for more GPUs than there are processes
     if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
     if task.download and not named_root(config) and not args.dry_run:
@@ -182,14 +183,17 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     choose_split(args, config, task)
     data = None
     root = named_root(config)
+    # a dry run reads the data if it is there, but downloads nothing
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _count_classes(config, data)
     plan = build_plan(config, gpus, data)
+    # a path that another folder can read, or the whole name on the Hub
     config["INIT"] = config["INIT"] and resolve_source(
         config["INIT"], bool(config["MODEL"].get("pretrained"))
     )
+    # config.json has what was derived, too
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
@@ -231,17 +235,19 @@ def check_init(
     if not config["INIT"]:
         if classes:
             raise UserError(f"{classes}: only --init's weights have classes to name; leave it out")
-        if args.resume in (AUTO, NEVER):
+        if args.resume in (AUTO, NEVER):  # else the weights are a checkpoint's
             _check_random_start(config, args.config)
         return ""
     names = data.class_names if data else ()
     _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
+    # what happens to the head is not known without the number of classes
     return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
 
 
 def _check_random_start(config: Mapping[str, Any], name: str) -> None:
     """Raise `UserError` for what makes sense with trained weights only."""
     decay = config["OPTIMIZER"].get("layer_decay", 1.0)
+    # what is said, and whether the config has it
     fine_tuning = {
         f"FREEZE={config['FREEZE']!r}": config["FREEZE"],
         f"OPTIMIZER.layer_decay={decay}": decay < 1,

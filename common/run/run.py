@@ -59,9 +59,9 @@ class Run:
             return
         classes = self.about["data"]["class_names"], self.about["init_classes"]
         done = ask_first_rank(lambda: load_pretrained(model, source, *classes))
-        self.about["starts"][-1]["init"] = (
-            done  # names the checkpoint, where INIT names a run or a link
-        )
+        # names the checkpoint, where INIT names a run or a link
+        self.about["starts"][-1]["init"] = done
+        # the others after the first, which may have downloaded the file
         if not self.is_main:
             load_pretrained(model, source, *classes)
         else:
@@ -69,7 +69,7 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
-        if self.measurement:
+        if self.measurement:  # which leaves no record and no checkpoint
             return [ResolutionHook(self.plan, self.is_main), self.measurement]
         config = self.about["config"]
         if self.is_main:
@@ -115,7 +115,7 @@ class Run:
 
         After a signal, ends by `exit_stopped`.
         """
-        shutdown()
+        shutdown()  # first: no rank waits while this one prints
         unlock_folder(self.output)
         folder = self.output / "checkpoints"
         checkpoint = newest_checkpoint(folder)
@@ -142,13 +142,12 @@ class Run:
         print("             # or evaluate.py, predict.py, export.py")
         evaluations = read_evaluations(self.output)
         marked = best_checkpoint(folder)  # of a branch, not what it came from
-        best = next(
-            (record for record in evaluations if checkpoint_path(folder, record["step"]) == marked),
-            None,
-        )
-        if best and best["step"] != evaluations[-1]["step"]:
-            where = f"checkpoints/{checkpoint_path(folder, best['step']).name}"
-            print(f"best         top1 {best['top1']:.4f} at step {best['step']} ({where})")
+        best = [
+            record for record in evaluations if checkpoint_path(folder, record["step"]) == marked
+        ]
+        if best and best[0]["step"] != evaluations[-1]["step"]:
+            where = f"checkpoints/{checkpoint_path(folder, best[0]['step']).name}"
+            print(f"best         top1 {best[0]['top1']:.4f} at step {best[0]['step']} ({where})")
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 
@@ -162,13 +161,14 @@ def read_evaluations(output: Path) -> list[Metrics]:
 def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:
     """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
     try:
+        # a file that is complete at once: a reader, or a crash, finds the old one or the new
         partial = output / ".config.partial"
         own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
         partial.replace(output / CONFIG)
+        # records after the checkpoint are of steps that are taken again
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
-        whole = (
-            metrics.rfind(b"\n") + 1
-        )  # a disk that was full may have taken part of the last line
+        # a disk that was full may have taken part of the last line
+        whole = metrics.rfind(b"\n") + 1
         own_file(output / METRICS).write_bytes(metrics[:whole])
     except OSError as error:
         raise UserError(

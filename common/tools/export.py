@@ -77,10 +77,11 @@ def export(run: SavedRun, target: str, output: Path) -> float:
             "--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors "
             "or onnx"
         )
+    # first, as the writers of timm's and safetensors' files read it
     own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
-    if not difference < TOLERANCE:
+    if not difference < TOLERANCE:  # also if it is NaN
         raise UserError(
             f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest"
         )
@@ -97,26 +98,26 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
     data = run.config["DATA"]
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
-    own: Any = model
-    own_cfg = getattr(own, "pretrained_cfg", {})  # of timm's models
-    heads = list(own.head_names)
+    built: Any = model
+    known = getattr(built, "pretrained_cfg", {})  # of timm's models
+    heads = list(built.head_names)
     return {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": own.get_submodule(heads[0]).weight.shape[1],
+        "num_features": built.get_submodule(heads[0]).weight.shape[1],
         "label_names": run.class_names,
         "model_args": arguments,
         "checkpoint": f"{run.checkpoint.name}/{run.weights}",  # timm ignores it
         "pretrained_cfg": {
             "num_classes": classes,
             "input_size": [3, size, size],
-            "fixed_input_size": own_cfg.get("fixed_input_size", True),
+            "fixed_input_size": known.get("fixed_input_size", True),
             "interpolation": data["interpolation"],
             "crop_pct": crop_share(size, short_side),
             "crop_mode": "center",
             "mean": list(data["mean"]),
             "std": list(data["std"]),
-            "first_conv": own_cfg.get("first_conv", "patch_embed.proj"),
+            "first_conv": known.get("first_conv", "patch_embed.proj"),
             "classifier": heads[0] if len(heads) == 1 else heads,
         },
     }
@@ -145,7 +146,7 @@ def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
 
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
     _save(model, output, {"format": "pt", "config": (output / "config.json").read_text()})
-    read = deepcopy(model)
+    read = deepcopy(model)  # so that what is compared are the file's weights
     read.load_state_dict(load_file(output / WEIGHTS))
     return read
 

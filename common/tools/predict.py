@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
             status = max(status, 2 if "classes" in answer else 1)
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(answer), flush=True)  # at once, for a program that reads along
         elif "error" not in answer:
             classes = "; ".join(
                 f"{best['class']} {100 * best['probability']:.1f} %" for best in answer["classes"]
@@ -92,6 +92,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     crop = find_task(run.about["task"]).build_eval_crop(data, size)
     predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
+    # Pillow decodes in C, without Python's lock
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(images), BATCH):
             batch = images[start : start + BATCH]
@@ -112,7 +113,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
         if image == STDIN:
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)  # one more tells that it is too long
         else:
             data = read_bytes(Path(image), MAX_BYTES)
         if len(data) > MAX_BYTES:

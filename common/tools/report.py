@@ -88,6 +88,7 @@ class RecordedRun:
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
         times = [line["time"] for line in self.metrics if "time" in line]
+        # a run that was stopped counts from each start to the last record before the next
         starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         total = 0.0
         for start, end in itertools.pairwise([*starts, math.inf]):
@@ -124,6 +125,7 @@ def main(argv: list[str]) -> None:
         help="print a row of results.csv for each run, and write no page",
     )
     args = parser.parse_args(argv)
+    # a sweep's folder stands for its runs
     folders = [folder for named in args.runs for folder in find_runs(named)]
     if not folders:
         raise UserError(f"{args.runs[0]} holds no run: name the folder of a run or of a sweep")
@@ -215,7 +217,7 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page."""
     configs = _align([run.about["config"] for run in runs])
-    if len(runs) > 1:
+    if len(runs) > 1:  # what they share would hide what differs
         configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
     environment = {
         key: cells

@@ -86,6 +86,7 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
         )
+    # the costs are compared with those of the run that was started first
     runs.sort(key=lambda run: run.about["starts"][0]["started"])
     _check_best(args.best, [key for run in runs for key in values_of(run)])
     rows, verdict = rank_combinations(runs, failed)
@@ -123,6 +124,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
             stopped = f"{signal_name(stop)}: {folder.name} was stopped"
             print(f"{stopped}; rerun the command to resume", file=sys.stderr)
             sys.exit(exit_code(stop))
+        # a mistake that ends a run before its start is likely to end all
         if status and not (folder / "config.json").exists():
             raise UserError(
                 f"{folder.name} did not start (exit status {status}, message above): the sweep "
@@ -149,7 +151,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         settings += [f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY]
         config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
-        build_plan(config, processes, None)
+        build_plan(config, processes, None)  # refuses a batch that does not divide
         folder = args.output.resolve() / name_run(chosen)
         if folder in commands:
             raise UserError(
@@ -158,6 +160,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
             )
         command = [sys.executable]
         if processes > 1:
+            # our torchrun; an address, since a host's name may not resolve
             command += ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
             command.append(f"--nproc_per_node={processes}")
         command += [str(script), "--config", path]
@@ -304,8 +307,8 @@ def rank_combinations(
             "steps": ", ".join(dict.fromkeys(steps)),
         }
         ranked.append(Ranked(score, tops, dict(values), dict(values) | reached))
-    ranked.sort(key=lambda one: -one.score)
-    return [one.row for one in ranked], _name_best(ranked)
+    ranked.sort(key=lambda entry: -entry.score)
+    return [entry.row for entry in ranked], _name_best(ranked)
 
 
 def _name_best(ranked: Sequence[Ranked]) -> str:
@@ -334,6 +337,7 @@ def group_by_seed(
     groups = defaultdict(list)
     keys = dict.fromkeys(key for run in runs for key in values_of(run))
     for run in runs:
+        # a run of another command may lack a key
         values = {key: values_of(run).get(key, ABSENT) for key in keys if key != SEED}
         if not keys:
             values = {"run": run.name}
@@ -385,6 +389,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
         above = [max(points[x]) - statistics.mean(points[x]) for x in xs]
         shown = [pair for pair in line if pair[1] != ABSENT] or line
         axes.errorbar(
+            # numbers among texts are texts too
             xs if is_numeric else [*map(str, xs)],
             means,
             [below, above],

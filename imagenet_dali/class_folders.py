@@ -19,6 +19,7 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
     """
     name = split or "validation"
     evaluation = folders.get(name)
+    # without a train folder the classes are those of the only split, or of the folder itself
     labelled = {"train": folders.get("train", evaluation or root)}
     is_flat = False
     if evaluation:
@@ -28,6 +29,7 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
                 "folder: while read f c _; do mkdir -p $c; mv images/$f $c; done < "
                 f"{TINY_LABELS}; rm -r images {TINY_LABELS}"
             )
+        # as ImageNet's, whose labels are in the devkit
         is_flat = name == "validation" and not list_folders(evaluation)
         if not is_flat:
             labelled[name] = evaluation

@@ -119,10 +119,11 @@ def _choose_containers(
     by_split = defaultdict(list)
     for container in containers:
         by_split[split_of(container)].append(container)
-    if by_split.keys() > {""}:
+    if by_split.keys() > {""}:  # some paths name a split, and some do not
         raise UserError(
             f"{root / by_split[''][0]}: its path names no split, as the others do; rename it"
         )
+    # test is taken on request only
     wanted = [split or "train"]
     if not split and "validation" in by_split:
         wanted.append("validation")
@@ -139,6 +140,7 @@ def _with_unique_names(
     names = [image.name for listing in listings.values() for image in listing]
     if len(set(names)) == len(names):
         return dict(listings)
+    # all, since the split by name must not depend on which of them are equal
     unique = {}
     for container, listing in listings.items():
         unique[container] = [
@@ -172,6 +174,7 @@ def tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, B
                 name = member.name
                 if member.isreg():
                     yield member, file
+            # tarfile ends at a damaged header as at the end, which are blocks of zeros
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError
@@ -187,6 +190,7 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
     images = {}
     labels = {}
     for member, file in tar_members(path):
+        # as webdataset: a key ends at the first dot of the file's name
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
         key = f"{folder}/{stem}"
@@ -194,6 +198,7 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
         if suffix in IMAGE_SUFFIXES:
             position = TarPosition(container, member.offset_data, member.size)
             image = (IMAGE_SUFFIXES.index(suffix), member.name, position)
+            # the first by suffix; masks and other views of the sample are left out
             images[key] = min(image, images.get(key, image))
         elif suffix == "cls":
             file.seek(member.offset_data)
@@ -212,9 +217,10 @@ def _list_rows(table: ParquetTable, path: Path, container: str) -> list[Labelled
     listing = []
     columns = [table.labels, f"{table.images}.path"]
     for group in range(table.file.num_row_groups):
+        # without the images' content: only the columns that are needed are read
         rows = table.file.read_row_group(group, columns, use_threads=False).to_pylist()
         for number, row in enumerate(rows):
-            image = row[table.images] or {}
+            image = row[table.images] or {}  # None is refused when it is decoded
             name = image.get("path") or f"{container}/{len(listing)}"
             label = row[table.labels]
             if label is None:
@@ -234,6 +240,7 @@ def read_rows(root: Path, positions: Iterable[RowPosition]) -> dict[RowPosition,
     for (container, group), members in sorted(by_group.items()):
         with _open_parquet(root / container) as table:
             columns = [f"{table.images}.bytes"]
+            # no threads: each worker is a process of its own
             rows = table.file.read_row_group(group, columns, use_threads=False)[table.images]
             for position in members:
                 images[position] = rows[position.row]["bytes"].as_py() or b""

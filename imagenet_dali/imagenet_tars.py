@@ -24,6 +24,7 @@ def list_imagenet_tars(root: Path) -> Source:
     for class_tar, _ in tar_members(root / TRAIN_TAR):
         synset = PurePosixPath(class_tar.name).stem
         by_class[synset] = []
+        # a tar in the tar, without compression, so that images can be read in place
         for member, _ in tar_members(root / TRAIN_TAR, class_tar.offset_data):
             name = f"train/{synset}/{member.name}"
             by_class[synset].append(name)
@@ -54,6 +55,7 @@ def label_by_devkit(
     if not path.is_file():
         raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
     truth, table = _read_devkit(path)
+    # a class number for each image, in the order of their file names
     numbers = [int(line) for line in truth.split()]
     if len(numbers) != len(files):
         raise UserError(
@@ -63,7 +65,7 @@ def label_by_devkit(
     synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), table["WNID"].tolist(), strict=True))
     labels = {synset: label for label, synset in enumerate(classes)}
     missing = {synsets[number] for number in numbers} - set(labels)
-    if missing:
+    if missing:  # its images would have no class to train
         raise UserError(
             f"{path}: {min(missing)} is no class of the training images; complete the download"
         )

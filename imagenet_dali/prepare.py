@@ -184,6 +184,7 @@ def prepare(
         images = sum(map(len, plan.values()))
         report_refused(dest, sorted(refused), images, max_refused)
     except UserError:
+        # so that the images can be mended and the command rerun
         for folder in (PARTIAL, *listed.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         raise
@@ -229,12 +230,13 @@ def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
 
     `shards` is the number for training; other splits get as many images per shard.
     """
-    train = len(next(iter(source.splits.values())))  # or those of the only split
+    train = len(next(iter(source.splits.values())))  # or images of the only split
     shards = shards or max(1, train // IMAGES_PER_SHARD)
     if shards > train:
         raise UserError(f"--shards={shards}: more than the {train} images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
+        # shards are read in blocks, which have to be random samples of the classes
         shuffled = _shuffle(files, source.positions, random.Random(f"0/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
@@ -250,9 +252,10 @@ def _shuffle(files: Files, positions: Mapping[str, Position], rng: random.Random
     window's shards share its row groups.
     """
     blocks = defaultdict(list)
+    # in an order that does not depend on how the folder was listed
     for file in sorted(files):
         position = positions.get(file[0])
-        block = ("", 0)
+        block = ("", 0)  # one for all images that are read one by one
         if isinstance(position, RowPosition) and len(files) > IMAGES_PER_WINDOW:
             block = (position.container, position.row_group)
         blocks[block].append(file)
@@ -283,12 +286,14 @@ def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None
     Raises `UserError` if another job has claimed it, or `dest` holds other files.
     """
     if earlier is None:
+        # a failed attempt leaves its list of refused images
         if dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
             raise UserError(
                 f"{dest}: not empty and not a data set; choose an empty folder for DEST"
             )
         write_file(dest / PARTIAL / JOB, json.dumps(job).encode())
         return False
+    # the fingerprint of the files is one of the values
     changed = [key for key, value in job.items() if earlier.get(key) != value]
     if changed:
         raise UserError(

@@ -54,6 +54,7 @@ def check(root: Path, workers: int) -> list[str]:
     if faults:
         return faults
     paths = [root / entry.name for entry in entries]
+    # threads: hashing releases the GIL
     with ThreadPoolExecutor(workers) as pool:
         sums = tqdm(pool.map(sha256_of, paths), total=len(paths), unit="shard", disable=None)
         for path, entry, checksum in zip(paths, entries, sums, strict=True):
@@ -98,6 +99,7 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
             f"{root}: no validation shards: they are the files of validation/, or files named "
             "validation-*"
         )
+    # in the tables only: the shards stay as they are
     for shard in shards.values():
         shard.rows["label"] -= base
     splits = {split: [shards[name] for name in listed] for split, listed in names.items()}
@@ -183,6 +185,7 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
             end = offset + len(record)
             try:
                 image, label = parse_example(unframe(record))
+                # strictly, since training decodes it without another check
                 height, width, color_space = check_jpeg(image)
                 if not 0 <= label < 2**31:
                     raise BadSampleError(f"label {label} is no class number")
@@ -205,6 +208,8 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
     """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
     low = present[0]
     high = present[-1]
+    # without a label 0 either the first class has no images, or labels count from 1, as
+    # TensorFlow's of ImageNet; only a label of the last class tells
     if class_names and low and high != len(class_names):
         names = f"{len(class_names)} names counted from 0 and from 1"
         raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
@@ -230,7 +235,7 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
             if len(header) < HEADER_BYTES:
                 raise BadSampleError("truncated")
             if masked_crc(header[:8]) != header[8:]:
-                if header.startswith(b"\x1f\x8b"):
+                if header.startswith(b"\x1f\x8b"):  # gzip's magic number
                     raise BadSampleError("compressed with gzip: gunzip the shard first")
                 raise BadSampleError(
                     "checksum of the length does not match; the rest of the shard cannot be read"
@@ -249,6 +254,7 @@ def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
     """
     try:
         features = Example.FromString(payload).features.feature
+        # protobuf gives an empty list for a key that is missing
         (image,) = features["image/encoded"].bytes_list.value
         (label,) = features["image/class/label"].int64_list.value
     except (DecodeError, ValueError) as error:

@@ -83,6 +83,7 @@ def parallel_map(
     if workers == 1:
         yield from map(function, tasks)
         return
+    # spawned, since a fork would copy the progress bar's thread and its locks
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
@@ -136,7 +137,7 @@ def write_shard(task: ShardTask) -> FinishedShard:
             shard.write(record)
             digest.update(record)
             offset += len(record)
-            converted += image is not content
+            converted += image is not content  # an image that is kept is the same object
     report = {
         "name": task.name,
         "sha256": digest.hexdigest(),
@@ -193,7 +194,7 @@ def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, in
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of harmless metadata
             return _convert(data, short_side)
-    except (BadSampleError, MemoryError):
+    except (BadSampleError, MemoryError):  # too little memory is no fault of the image
         raise
     except Image.UnidentifiedImageError as error:
         raise BadSampleError(
@@ -228,7 +229,7 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
     with contextlib.suppress(BadSampleError):
         height, width, color_space = check_jpeg(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    shorter = min(image.size)
+    shorter = min(image.size)  # of the header; nothing is decoded yet
     target = min(short_side or shorter, shorter)
     if target == shorter and color_space == "YCbCr" and not is_turned(image):
         return data, height, width

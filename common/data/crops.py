@@ -61,8 +61,10 @@ class RandomCrop:
 
         ``uniforms`` are float64 [B, at least `CROP_UNIFORMS`].
         """
+        # T tries, each a share of the area, uniform, and an aspect ratio, uniform in its logarithm
         low, high = self.scale
-        area_BT = shape.prod(1, keepdims=True) * (low + (high - low) * uniforms[:, AREAS])
+        share_BT = low + (high - low) * uniforms[:, AREAS]
+        area_BT = shape.prod(1, keepdims=True) * share_BT
         low, high = np.log(self.ratio)
         ratio_BT = np.exp(low + (high - low) * uniforms[:, RATIOS])
         heights_BT = np.rint(np.sqrt(area_BT / ratio_BT))
@@ -82,11 +84,13 @@ class RandomCrop:
 
     def _central(self, shape: np.ndarray) -> np.ndarray:
         """Return height and width [B, 2] of the largest crop whose aspect ratio is allowed."""
-        heights, widths = shape.T
+        height_B, width_B = shape.T
+        ratio_B = width_B / height_B
         low, high = self.ratio
-        height = np.where(widths / heights < low, np.rint(widths / low), heights)
-        width = np.where(widths / heights > high, np.rint(heights * high), widths)
-        return np.stack([height, width], axis=1)
+        # an image that is too tall keeps its width, one that is too wide its height
+        crop_height_B = np.where(ratio_B < low, np.rint(width_B / low), height_B)
+        crop_width_B = np.where(ratio_B > high, np.rint(height_B * high), width_B)
+        return np.stack([crop_height_B, crop_width_B], axis=1)
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,16 @@ class SimpleCrop:
 
         ``uniforms`` are float64 [B, at least `CROP_UNIFORMS`].
         """
-        resized = _resized(shape, self.size)
-        positions = resized + 2 * REFLECTED - self.size + 1
-        offset = np.floor(uniforms[:, POSITION] * positions).astype(np.int64) - REFLECTED
+        resized_B2 = _resized(shape, self.size)
+        # where the square may begin in the padded image
+        positions_B2 = resized_B2 + 2 * REFLECTED - self.size + 1
+        position_B2 = np.floor(uniforms[:, POSITION] * positions_B2).astype(np.int64)
+        offset_B2 = position_B2 - REFLECTED
         # The padding is not decoded: the square is cut inside the image, then shifted.
-        inside = np.clip(offset, 0, resized - self.size)
-        crops = _square(shape, resized, inside, self.size)
-        flip = (uniforms[:, FLIP] < 0.5) & self.flip
-        return crops._replace(flip=flip, shift=(offset - inside).astype(np.int32))
+        inside_B2 = np.clip(offset_B2, 0, resized_B2 - self.size)
+        crops = _square(shape, resized_B2, inside_B2, self.size)
+        flip_B = (uniforms[:, FLIP] < 0.5) & self.flip
+        return crops._replace(flip=flip_B, shift=(offset_B2 - inside_B2).astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -126,9 +132,10 @@ class CenterCrop:
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of ``shape``, int64 [B, 2]; nothing is random in them."""
-        resized = _resized(shape, self.short_side)
+        resized_B2 = _resized(shape, self.short_side)
         # torchvision.transforms.functional.center_crop rounds half to even
-        return _square(shape, resized, np.rint((resized - self.size) / 2), self.size)
+        offset_B2 = np.rint((resized_B2 - self.size) / 2)
+        return _square(shape, resized_B2, offset_B2, self.size)
 
 
 def reflected(size: int, shift: np.ndarray) -> np.ndarray:
@@ -152,13 +159,21 @@ def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: in
     All are int [B, 2]. The window contains the square and `MARGIN` pixels around it for the
     antialiasing filter, counted in pixels of the image or of the result, whichever are larger.
     """
-    scale = shape / resized
-    margin = MARGIN * np.maximum(scale, 1)
-    begin = offset * scale
-    end = (offset + size) * scale
-    start = np.floor(np.maximum(begin - margin, 0))
-    stop = np.ceil(np.minimum(end + margin, shape))
-    return _crops(start, stop - start, begin - start, end - start, np.zeros(len(shape), bool))
+    scale_B2 = shape / resized
+    # the square, in pixels of the image
+    begin_B2 = offset * scale_B2
+    end_B2 = (offset + size) * scale_B2
+    # the window, in whole pixels
+    margin_B2 = MARGIN * np.maximum(scale_B2, 1)
+    start_B2 = np.floor(np.maximum(begin_B2 - margin_B2, 0))
+    stop_B2 = np.ceil(np.minimum(end_B2 + margin_B2, shape))
+    return _crops(
+        start_B2,
+        stop_B2 - start_B2,
+        begin_B2 - start_B2,
+        end_B2 - start_B2,
+        flip=np.zeros(len(shape), bool),
+    )
 
 
 def _crops(

@@ -21,13 +21,16 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     """
     batch, _, height, width = images.shape
     crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
-    is_erased_B1 = (uniforms[:, CROP_UNIFORMS] < probability)[:, None]
-    start_B2 = to_device(crops.start, images.device)
+    stop_B2 = crops.start + crops.shape
     # nothing lies before 0, so an image that is not erased has an empty rectangle
-    stop_B2 = to_device(np.where(is_erased_B1, crops.start + crops.shape, 0), images.device)
+    stop_B2[uniforms[:, CROP_UNIFORMS] >= probability] = 0
+    top_B1, left_B1 = to_device(crops.start, images.device).split(1, dim=1)
+    bottom_B1, right_B1 = to_device(stop_B2, images.device).split(1, dim=1)
 
-    rows_BY = _in_range(start_B2[:, 0:1], stop_B2[:, 0:1], height)
-    columns_BX = _in_range(start_B2[:, 1:2], stop_B2[:, 1:2], width)
+    y = torch.arange(height, device=images.device)
+    x = torch.arange(width, device=images.device)
+    rows_BY = (top_B1 <= y) & (y < bottom_B1)
+    columns_BX = (left_B1 <= x) & (x < right_B1)
     erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
     if mode == "const":
         images.masked_fill_(erased_B1YX, 0)
@@ -37,9 +40,3 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     generator = torch.Generator(images.device).manual_seed(seed)
     noise = torch.randn(images.shape, generator=generator, device=images.device)
     images.copy_(torch.where(erased_B1YX, noise, images))
-
-
-def _in_range(start_B1: Tensor, stop_B1: Tensor, size: int) -> Tensor:
-    """Return which of ``size`` positions lie from start to stop, bool [B, size]."""
-    position = torch.arange(size, device=start_B1.device)
-    return (start_B1 <= position) & (position < stop_B1)

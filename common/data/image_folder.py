@@ -48,6 +48,7 @@ Files = list[tuple[str, int]]  # (path relative to the root, label)
 
 
 def _is_hidden(name: str) -> bool:
+    """Return whether a name is no user's: of a tool, or hidden from listings."""
     return name.startswith(".") or name in NO_CLASSES
 
 
@@ -62,6 +63,7 @@ def list_folders(path: Path) -> list[str]:
     Raises `UserError` for a link to nothing, which may have been one.
     """
     names = []
+    # knows which are folders without asking for each file, of which there may be a million
     with os.scandir(path) as entries:
         for entry in entries:
             if _is_hidden(entry.name):
@@ -115,6 +117,7 @@ def _check_levels(folder: Path, classes: Sequence[str]) -> None:
     for name in classes:
         inside = set() if _has_images(folder / name) else {*list_folders(folder / name)}
         for other, names in levels.items():
+            # one name in common may be chance, as of a class that is named like a subclass
             if len(inside & names) > 1:
                 raise UserError(
                     f"{folder / name}: holds folders {list_some(sorted(inside & names))} and no "
@@ -134,6 +137,7 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
     visited = set()
     others = [] if ignored is None else ignored
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
+        # in place: os.walk follows what is left
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
         target = os.path.realpath(folder)
         if target in visited:  # a link to a folder above would be followed without end
@@ -147,6 +151,7 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
 
 
 def _raise_if_there(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed, but for one that has just been removed."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
@@ -211,6 +216,7 @@ def list_splits(
     ``is_training``, one class suffices, and classes may be empty.
     """
     train = folders["train"]
+    # names that differ in their Unicode form alone are one class
     classes = [*{canonical_name(name): name for name in list_folders(train)}.values()]
     is_wrapper = len(classes) == 1 and list_folders(train / classes[0])
     if not classes or is_wrapper or (is_training and len(classes) < 2):
@@ -260,7 +266,9 @@ def split_by_class(
             name = str(class_names[label])
             hashed = sorted((_hash_name(name, file[0]), file) for file in members)
             members = [file for _, file in hashed]
+            # those below the share, which are first, but at least one
             number = max(share > 0, bisect_left(hashed, (share,)))
+        # at least one image is trained on
         number = min(number, len(members) - 1)
         held_out += sorted(members[:number])
         kept += sorted(members[number:])
@@ -270,6 +278,8 @@ def split_by_class(
 def _hash_name(class_name: str, path: str) -> float:
     """Return a number from 0 to 1 that depends on an image's class and its path in it alone."""
     class_name = canonical_name(class_name)
+    # "cat/1.jpg" and "train/cat/1.jpg" are the same image
     inside = canonical_name(f"/{path}").partition(f"/{class_name}/")[2] or path
+    # names of files need not be UTF-8
     name = f"{class_name}/{inside}".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64

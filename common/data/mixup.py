@@ -32,8 +32,11 @@ class Blend:
     def __call__(self, images: Tensor, labels: Tensor, seed: list[int]) -> Blended:
         """Blend ``images`` [B, C, Y, X] in place; ``seed`` are numbers unique to the batch."""
         random = np.random.default_rng(seed)
+        # drawn whether needed or not, so that the share comes fourth
         choice, *center = random.random(3)
-        cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
+        cuts = bool(self.cutmix)
+        if self.mixup and self.cutmix:
+            cuts = choice < 0.5
         if cuts:
             share = random.beta(self.cutmix, self.cutmix)
             return cut_and_paste(images, labels, share, tuple(center))
@@ -54,8 +57,10 @@ def cut_and_paste(
     height, width = images.shape[-2:]
     top, bottom = _span(height, share, center[0])
     left, right = _span(width, share, center[1])
-    images[..., top:bottom, left:right] = images[..., top:bottom, left:right].flip(0)
-    return images, _two_labels(labels, 1 - (bottom - top) * (right - left) / (height * width))
+    box = images[..., top:bottom, left:right]
+    box.copy_(box.flip(0))
+    pasted_area = (bottom - top) * (right - left)
+    return images, _two_labels(labels, 1 - pasted_area / (height * width))
 
 
 def _span(size: int, share: float, center: float) -> tuple[int, int]:
@@ -103,13 +108,16 @@ class MixupLoss(nn.Module):
         ``target`` and ``other`` are int64 [B], ``share`` the weight of ``target``. Labels of -100
         are ignored; the mean of none is 0.
         """
-        labels: list[tuple[Tensor, Any]] = [(target, 1.0)]
-        if other is not None and share is not None:
-            labels = [(target, share), (other, 1 - share)]
         if self.bce_threshold is not None:
+            labels: list[tuple[Tensor, Any]] = [(target, 1.0)]
+            if other is not None and share is not None:
+                labels = [(target, share), (other, 1 - share)]
             return self._binary_cross_entropy(logits.float(), labels)
-        loss, *others = [self._cross_entropy(logits.float(), label) for label, _ in labels]
-        return torch.lerp(others[0], loss, labels[0][1]) if others else loss
+        loss = self._cross_entropy(logits.float(), target)
+        if other is None or share is None:
+            return loss
+        # the loss is linear in the target, so that the losses may be blended in its place
+        return torch.lerp(self._cross_entropy(logits.float(), other), loss, share)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the valid labels; PyTorch's own mean of none is NaN."""
@@ -121,8 +129,9 @@ class MixupLoss(nn.Module):
     def _binary_cross_entropy(self, logits: Tensor, labels: list[tuple[Tensor, Any]]) -> Tensor:
         """Return the loss against labels [B] of the given weights."""
         is_valid_B = labels[0][0] >= 0
-        target_BK = torch.zeros_like(logits)
+        target_BK = torch.zeros_like(logits)  # K classes
         for label, share in labels:
+            # padding has no class, but an index that scatter_add_ takes
             weight_B = share * (label >= 0).float()
             target_BK.scatter_add_(1, label.clamp(min=0)[:, None], weight_B[:, None])
         if isinstance(self.bce_threshold, float | int):

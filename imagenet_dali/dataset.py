@@ -67,10 +67,11 @@ class Manifest(Schema):
     @property
     def fingerprint(self) -> str:
         """A checksum over the content of all splits, wherever the data set lies."""
-        return fingerprint_of(
-            fingerprint_of([entry.records_sha256, *(shard.sha256 for shard in entry.shards)])
-            for _, entry in sorted(self.splits.items())
-        )
+        splits = []
+        for _, entry in sorted(self.splits.items()):
+            shards = [shard.sha256 for shard in entry.shards]
+            splits.append(fingerprint_of([entry.records_sha256, *shards]))
+        return fingerprint_of(splits)
 
 
 class TFRecordSplit(ImageSplit):

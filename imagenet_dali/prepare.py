@@ -6,6 +6,7 @@ python -m imagenet_dali.prepare --adopt DIR
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import random
@@ -13,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,32 +65,54 @@ def main(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_parser(
         "Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest."
     )
     parser.prog = "python -m imagenet_dali.prepare"
     add = parser.add_argument
-    source = (
-        "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, "
-        "--adopt"
+    add(
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with "
+        "--check, --adopt",
     )
-    add("source", nargs="?", metavar="SOURCE", help=source)
     add("dest", nargs="?", metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
-    refused = "share of the images that may be left out as bad (default: 0.01)"
-    add("--max-refused", type=float, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
-    add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
-    share = "share of each class that is held out if SOURCE has no validation split (default: 0.2)"
-    add("--validation-share", type=float, metavar="F", help=share)
-    split = "prepare this split alone; of a folder without any, all"
-    add("--split", choices=sorted({*SPLITS.values()}), help=split)
-    add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
-    short_side = (
-        "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): "
-        "shards get smaller and decode faster, but detail is lost; smaller images are not enlarged"
+    add(
+        "--max-refused",
+        type=float,
+        default=MAX_BAD_SHARE,
+        metavar="SHARE",
+        help="share of the images that may be left out as bad (default: 0.01)",
     )
-    add("--short-side", type=int, metavar="N", help=short_side)
+    add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
+    add(
+        "--validation-share",
+        type=float,
+        metavar="F",
+        help="share of each class held out if SOURCE has no validation split (default: 0.2)",
+    )
+    add(
+        "--split",
+        choices=sorted({*SPLITS.values()}),
+        help="prepare this split alone; of a folder without any, all",
+    )
+    add(
+        "--shards",
+        type=int,
+        metavar="N",
+        help="training shards (default: one per 1,250 images)",
+    )
+    add(
+        "--short-side",
+        type=int,
+        metavar="N",
+        help="shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): "
+        "shards get smaller and decode faster, but detail is lost; smaller images are not enlarged",
+    )
     return parser
 
 
@@ -177,17 +200,7 @@ def prepare(
         print(f"{printable(dest)}: complete already")
         return
     shards_by_name = _write_shards(dest, listed, plan, short_side, workers)
-    refused = []
-    for shard in shards_by_name.values():
-        refused += shard.refused
-    try:
-        images = sum(map(len, plan.values()))
-        report_refused(dest, sorted(refused), images, max_refused)
-    except UserError:
-        # so that the images can be mended and the command rerun
-        for folder in (PARTIAL, *listed.splits):
-            shutil.rmtree(dest / folder, ignore_errors=True)
-        raise
+    _report_refused(dest, listed, shards_by_name.values(), max_refused)
     splits = {}
     for name in listed.splits:
         # in the plan's order, whichever was finished first
@@ -198,10 +211,26 @@ def prepare(
         images = sum(len(shard.rows) for shard in of_split)
         print(f"{printable(dest)}: {images} {name} images in {counted(len(of_split), 'shard')}")
     converted = sum(shard.converted for shard in shards_by_name.values())
+    refused = sum(len(shard.refused) for shard in shards_by_name.values())
     print(
         f"{printable(dest)}: {len(listed.class_names)} classes; {converted} images converted, "
-        f"{len(refused)} refused"
+        f"{refused} refused"
     )
+
+
+def _report_refused(
+    dest: Path, source: Source, shards: Collection[FinishedShard], max_refused: float
+) -> None:
+    """List the refused images; if they are too many, leave that list only and raise `UserError`."""
+    refused = sorted(itertools.chain(*[shard.refused for shard in shards]))
+    images = sum(len(shard.rows) for shard in shards) + len(refused)
+    try:
+        report_refused(dest, refused, images, max_refused)
+    except UserError:
+        # so that the images can be mended and the command rerun
+        for folder in (PARTIAL, *source.splits):
+            shutil.rmtree(dest / folder, ignore_errors=True)
+        raise
 
 
 def _write_shards(

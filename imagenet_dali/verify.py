@@ -102,7 +102,9 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
     # in the tables only: the shards stay as they are
     for shard in shards.values():
         shard.rows["label"] -= base
-    splits = {split: [shards[name] for name in listed] for split, listed in names.items()}
+    splits = {}
+    for split, listed in names.items():
+        splits[split] = [shards[name] for name in listed]
     write_dataset(root, splits, class_names, base, made={"adopted": True})
     return sum(len(shard.refused) for shard in shards.values())
 

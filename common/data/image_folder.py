@@ -18,8 +18,8 @@ from common.text import UNPRINTABLE, list_some, printable
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
 # not ignored.
 IMAGE_SUFFIX = re.compile(
-    r"(\.(a?png|arw|avif|bmp|cr[23]|dib|dng|gif|hei[cf]|ico|j2k|jp2|jpe?g?|jfif?|jif|jxl|nef|p[bgnp]m|pcx|psd|svg|tga|"
-    r"tiff?|webp))?",
+    r"(\.(a?png|arw|avif|bmp|cr[23]|dib|dng|gif|hei[cf]|ico|j2k|jp2|jpe?g?|jfif?|jif|jxl|nef|"
+    r"p[bgnp]m|pcx|psd|svg|tga|tiff?|webp))?",
     re.IGNORECASE,
 )
 

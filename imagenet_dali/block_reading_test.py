@@ -1,5 +1,6 @@
 """What is opened and read in blocks, and that a run in this order resumes exactly."""
 
+from collections.abc import Sequence
 from unittest.mock import Mock
 
 import pytest
@@ -9,10 +10,12 @@ from common.data.workers import RecordReader
 from common.errors import UserError
 from common.run.prepare import Prepared
 from common.run.start import choose_order
-from imagenet_dali import dataset, train_dali
+from imagenet_dali import dataset
 from imagenet_dali.dataset import TFRecordSplit, open_split
 from imagenet_dali.task import describe_data
-from imagenet_dali.testing import write_config
+from imagenet_dali.testing import train
+
+LARGE = 10**12  # bytes of memory
 
 
 def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
@@ -58,25 +61,11 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
     colours, tmp_path, monkeypatch, capsys
 ):
-    def train(output: str, *flags: str, memory: int = 10**12) -> str:
+    def train_with(memory: int, output: str, *settings: str, flags: Sequence[str] = ()) -> str:
         monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
-        said = [
-            f"DATA.root={colours}",
-            "DATA.workers=1",
-            "DATA.block=0.005",
-            "NUM_EPOCHS=2",
-            "CHECKPOINT_EVERY=4",
-        ]
-        words = [word for setting in said for word in ("--set", setting)]
-        train_dali.main(
-            [
-                "--config",
-                str(write_config(tmp_path)),
-                "--output",
-                str(tmp_path / output),
-                *words,
-                *flags,
-            ]
+        blocks = f"DATA.root={colours}", "DATA.workers=1", "DATA.block=0.005"
+        train(
+            tmp_path, output, *blocks, "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4", *settings, flags=flags
         )
         return " ".join(capsys.readouterr().out.split())
 
@@ -84,19 +73,17 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
         "since 0.1 MB of training shards exceed the 0.0 MB of memory; holding up to 0.1 MB of them "
         "per process"
     )
-    assert f"reading in blocks, {because}" in train("whole", memory=1)
-    fourth, last = (tmp_path / f"whole/checkpoints/step-0000000{step}" for step in (4, 6))
+    assert f"reading in blocks, {because}" in train_with(1, "whole")
+    fourth = tmp_path / "whole/checkpoints/step-00000004"
     # a step into the second epoch
-    assert "reading in blocks, as before; " in train("resumed", "--resume", str(fourth))
-    resumed = tmp_path / "resumed/checkpoints" / last.name
-    assert (resumed / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
-    assert "reading in blocks, set by DATA.order; " in train(
-        "other", "--dry-run", "--set", "DATA.order=blocks"
-    )
-    said = train("other")
-    assert (
-        "reading in random order, since 0.1 MB of training shards fit into the 1,000.0 GB of memory"
-        in said
-    )
-    other = tmp_path / "other/checkpoints" / last.name
-    assert (other / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
+    resumed = train_with(LARGE, "resumed", flags=["--resume", str(fourth)])
+    assert "reading in blocks, as before; " in resumed
+    planned = train_with(LARGE, "other", "DATA.order=blocks", flags=["--dry-run"])
+    assert "reading in blocks, set by DATA.order; " in planned
+    fits = "since 0.1 MB of training shards fit into the 1,000.0 GB of memory"
+    assert f"reading in random order, {fits}" in train_with(LARGE, "other")
+    weights = {}
+    for output in ("whole", "resumed", "other"):
+        last = tmp_path / output / "checkpoints/step-00000006"
+        weights[output] = (last / "model.safetensors").read_bytes()
+    assert weights["whole"] == weights["resumed"] != weights["other"]

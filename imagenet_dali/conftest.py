@@ -11,9 +11,7 @@ from imagenet_dali.testing import prepare_data, write_images
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 training images in three shards and 60 validation images in one, of two classes; not to
-    be changed.
-    """
+    """240 training images in three shards, 60 validation images, two classes; do not change it."""
     folder = tmp_path_factory.mktemp("prepared")
     for split, per_class in (("train", 120), ("val", 30)):
         write_images(folder / "images" / split, per_class)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common.testing.commands import in_words
 from common.testing.photographs import write_colours
+from imagenet_dali import train_dali
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import prepare
 
@@ -45,6 +47,12 @@ def write_config(folder: Path) -> Path:
     return path
 
 
+def train(folder: Path, output: str, *settings: str, flags: Sequence[str] = ()) -> None:
+    """Train `CONFIG` with some settings in this process, into ``folder/output``."""
+    words = ["--config", str(write_config(folder)), "--output", str(folder / output)]
+    train_dali.main([*words, *in_words(*settings), *flags])
+
+
 def prepare_data(folder: Path) -> Path:
     """Prepare 65 images of three colours as shards, in ``folder/shards``."""
     prepare(write_colours(folder / "images", 65, 20, 24, "jpg"), folder / "shards")
@@ -52,9 +60,7 @@ def prepare_data(folder: Path) -> Path:
 
 
 def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", "class_1")) -> Path:
-    """Write different small JPEGs of many shapes as ``root/<name>/<number>.jpg``; return
-    ``root``.
-    """
+    """Write small JPEGs of many shapes as ``root/<name>/<number>.jpg``; return ``root``."""
     for label, name in enumerate(names):
         (root / name).mkdir(parents=True)
         for number in range(per_class):
@@ -66,8 +72,7 @@ def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", 
 def run(
     command: str, cwd: Path = HERE, code: int = 0, timeout: float = 300, **environ: str
 ) -> subprocess.CompletedProcess:
-    """Run a command line as a user would, by default in the task's folder; expect exit status
-    ``code``.
+    """Run a command line in the task's folder, as a user would; expect exit status ``code``.
 
     ``python`` in it is this interpreter; launchers' variables are not inherited.
     """
@@ -90,14 +95,12 @@ def run(
 
 
 def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
-    """Return a smooth colour image, which JPEG hardly changes and in which a wrong rotation or
-    channel shows.
-    """
-    y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack(
-        [x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1
-    )
-    return Image.fromarray(pixels.astype(np.uint8))
+    """Return a smooth image, which JPEG hardly changes; a wrong rotation or channel shows."""
+    pixels = np.empty((height, width, 3), np.uint8)
+    pixels[..., 0] = np.arange(width) * 255 / width
+    pixels[..., 1] = np.arange(height)[:, None] * 255 / height
+    pixels[..., 2] = (40 + 83 * seed) % 256
+    return Image.fromarray(pixels)
 
 
 def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:

@@ -1,12 +1,11 @@
-"""From the command line to a checkpoint that timm loads: shards, training on two processes, dry
-runs, mistakes.
-"""
+"""From the command line to a run: dry runs, resumed runs, evaluation, mistakes."""
 
 import json
 import re
 import runpy
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,50 +18,36 @@ from common.run.prepare import choose_split
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
-from imagenet_dali import prepare, train_dali
+from imagenet_dali import prepare
 from imagenet_dali.task import TASK
-from imagenet_dali.testing import run, write_config
+from imagenet_dali.testing import run, train, write_config
+
+FOLDER = "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
 
 
 def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsys, monkeypatch):
-    """The recipe's fp16 names no dtype: bfloat16 where that is fast, else float32; the choice is
-    recorded.
-    """
+    """The recipe's fp16 names no dtype: it is bfloat16 where that is fast, and recorded."""
 
-    def train(is_fast: bool, *more: str) -> str:
+    def train_on(is_fast: bool, *settings: str, flags: Sequence[str] = ()) -> str:
         monkeypatch.setattr("common.engine.amp.is_fast", lambda _: is_fast)
-        arguments = [
-            "--config",
-            str(write_config(tmp_path)),
-            "--output",
-            str(tmp_path / "run"),
-            *more,
-        ]
-        train_dali.main([*arguments, "--set", f"DATA.root={colours}", "--set", "DATA.workers=0"])
+        place = f"DATA.root={colours}", "DATA.workers=0"
+        train(tmp_path, "run", *place, *settings, flags=flags)
         return capsys.readouterr().out
 
     for is_fast, dtype in ((False, "float32"), (True, "bfloat16")):
-        assert f"precision              {dtype} on this CPU" in train(is_fast, "--dry-run")
-    first = train(False, "--set", "MAX_STEPS=4")
-    assert (
-        f"\nfp16: AMP_TYPE.TORCH in float32: this CPU ({instruction_set()}) has no bfloat16"
-        in first
-    )
-    train(True, "--set", "MAX_STEPS=8")
-    assert "computing in float32 from here on (was bfloat16)\n" in train(False)
-    assert "computing in bfloat16 from here on (was float32)\n" in train(
-        True, "--set", "NUM_EPOCHS=5"
-    )
+        planned = train_on(is_fast, flags=["--dry-run"])
+        assert f"precision              {dtype} on this CPU" in planned
+    lacks = f"\nfp16: AMP_TYPE.TORCH in float32: this CPU ({instruction_set()}) has no bfloat16"
+    assert lacks in train_on(False, "MAX_STEPS=4")
+    train_on(True, "MAX_STEPS=8")
+    assert "computing in float32 from here on (was bfloat16)\n" in train_on(False)
+    again = train_on(True, "NUM_EPOCHS=5")
+    assert "computing in bfloat16 from here on (was float32)\n" in again
     top1 = read_metrics(tmp_path / "run")[-1]["top1"]
-    assert f"with top1={top1:.4f};" in " ".join(train(True, "--set", "NUM_EPOCHS=5").split())
+    assert f"with top1={top1:.4f};" in " ".join(train_on(True, "NUM_EPOCHS=5").split())
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["plan"]["dtype"] == "bfloat16"
-    assert [start["dtype"] for start in written["starts"]] == [
-        "float32",
-        "bfloat16",
-        "float32",
-        "bfloat16",
-    ]
+    assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16"] * 2
 
 
 def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
@@ -73,13 +58,9 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
         sys.argv = argv
         runpy.run_path(argv[0], run_name="__main__")
 
-    command = [
-        Path(__file__).with_name("train.py"),
-        "--dry-run",
-        "--config",
-        tmp_path / "vit_2p5d.py",
-    ]
-    command += ["--set", f"DATA.root={tmp_path}/none"]
+    script = Path(__file__).with_name("train.py")
+    command = [script, "--dry-run", "--config", tmp_path / "vit_2p5d.py"]
+    command += in_words(f"DATA.root={tmp_path}/none")
     printed = run_forked(main, command).words
     assert "8 GPUs = 2 data parallel x 4 tensor parallel" in printed
     assert "times assume 1,281,167 images" in printed
@@ -88,31 +69,26 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
         RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
     assert run_forked(main, command, **other_rank) == ("", "")
-    assert "recipe is vit_s16_vanilla" in run_forked(main, [command[0], "--help"]).stdout
+    assert "recipe is vit_s16_vanilla" in run_forked(main, [script, "--help"]).stdout
 
 
 def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
     monkeypatch.setenv("DATA", "/elsewhere")
-    images, tested, output = tmp_path / "images", tmp_path / "testset", tmp_path / "run"
+    images = tmp_path / "images"
+    tested = tmp_path / "testset"
+    output = tmp_path / "run"
     counts = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
     for number, (folder, count) in enumerate(counts.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
-    settings = in_words(
-        f"DATA.root={images}", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
-    )
-    train_dali.main(["--config", str(write_config(tmp_path)), "--output", str(output), *settings])
+    train(tmp_path, "run", f"DATA.root={images}", *FOLDER)
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "DATA=/elsewhere in the environment is not used, because the config sets "
-        f"DATA.root={images}" in said
-    )
+    unused = "DATA=/elsewhere in the environment is not used, because the config sets"
+    assert f"{unused} DATA.root={images}" in said
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
     prepare.prepare(tested, tmp_path / "shards", split="test")
-    assert (
-        f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n"
-        in capsys.readouterr().out
-    )
+    counted = f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n"
+    assert counted in capsys.readouterr().out
     test_split = f"{tmp_path}/shards: 30 images, the prepared test split"
     for more, place in (
         ([], f"{images}: 9 images, Valid/"),
@@ -132,18 +108,14 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
 
 def test_the_folder_that_a_run_trained_on_is_evaluated_on_what_it_held_out(tmp_path, capsys):
     write_colours(tmp_path / "images", 60, 20, 24, "jpg", seed=0)
-    settings = in_words(
-        f"DATA.root={tmp_path}/images", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
-    )
-    output = str(tmp_path / "run")
-    train_dali.main(["--config", str(write_config(tmp_path)), "--output", output, *settings])
+    train(tmp_path, "run", f"DATA.root={tmp_path}/images", *FOLDER)
     capsys.readouterr()
-    data_lines = []
+    data_lines = set()
     for more in ([], ["--data", f"{tmp_path}/images"]):
-        evaluate.main([output, *more])
+        evaluate.main([str(tmp_path / "run"), *more])
         said = " ".join(capsys.readouterr().out.split())
-        data_lines.append(re.search(r"data \S+ \d+ images, .* held out", said)[0])
-    assert data_lines[0] == data_lines[1]
+        data_lines.add(re.search(r"data \S+ \d+ images, .* held out", said)[0])
+    assert len(data_lines) == 1
 
 
 def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):

@@ -27,7 +27,6 @@ from common.hardware import rank_cores
 from common.testing.commands import run_python
 
 SIZE = 24
-VALUE = 1.01 / 255 / min(STD)  # one of 255
 ORIENTATION = 0x0112
 
 
@@ -72,26 +71,18 @@ def eval_loader(split, batch: int = 4) -> Loader:
 
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m10-n8-inc1"])
 def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
-    values = dict(workers=0, mean=(0.6,) * 3, std=(1 / 255,) * 3, interpolation="bicubic")
+    mean = (0.6,) * 3
+    data = Data(workers=0, mean=mean, std=(1 / 255,) * 3, interpolation="bicubic").model_dump()
+    split = open_folder(folder, "train")
     place = dict(image_size=SIZE, device=torch.device("cpu"), seed=5)
-    plain, augmented = (
-        build_train_loader(
-            open_folder(folder, "train"),
-            Data(**values, randaugment=value).model_dump(),
-            8,
-            4,
-            **place,
-        )
-        for value in (None, text)
-    )
-    theirs = create_transform(
-        SIZE, True, auto_augment=text, interpolation="bicubic", mean=values["mean"]
-    ).transforms[2]
+    plain = build_train_loader(split, data, 8, 4, **place)
+    augmented = build_train_loader(split, data | {"randaugment": text}, 8, 4, **place)
     assert augmented.sampler.uniforms == CROP_UNIFORMS + 1
     batches = list(augmented)
-    kept = [
-        [value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)
-    ]  # Pillow 13 refuses 0 bits
+    options = dict(auto_augment=text, interpolation="bicubic", mean=mean)
+    theirs = create_transform(SIZE, True, **options).transforms[2]
+    # timm keeps 0 bits at the largest magnitude, which Pillow 13 refuses
+    kept = [[value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)]
     monkeypatch.setattr(ImageOps, "posterize", lambda image, bits: image.point(kept[bits]))
     for draw, *pair in zip(augmented.sampler.draws(0), plain, batches, strict=True):
         pixels = ((images + 153).byte() for images, _ in pair)
@@ -102,41 +93,22 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
 
 
 def test_the_config_decides_the_crops():
-    crops = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9)
-    data = Data(
-        flip=False, interpolation="bicubic", repeats=2, window=3, mean=MEAN, std=STD, **crops
-    ).model_dump()
+    values = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9, interpolation="bicubic")
+    data = Data(flip=False, repeats=2, window=3, mean=MEAN, std=STD, **values).model_dump()
     place = dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
-    options = dict(
-        size=SIZE, mean=MEAN, std=STD, workers=rank_cores(), device=place["device"], dp_size=2
-    )
-    place["build_reader"] = lambda *arguments, **given: (*arguments, given)
-    loader = build_train_loader(range(20), data, 8, 4, seed=5, **place)
-    crop = RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
-    assert loader.reader == (range(20), crop, options | {"batch": 4, "augment": None})
-    assert (loader.sampler.repeats, loader.sampler.window) == (2, 3)
-    reader = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
-    assert reader == (
-        range(20),
-        CenterCrop(SIZE, 26, "bicubic"),
-        options | {"batch": 6, "workers": 0},
-    )
-    loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
-    assert loader.reader[1] == SimpleCrop(SIZE, False, "bicubic")
+    place["build_reader"] = lambda images, crop, **options: (crop, options)
 
-
-def test_evaluation_shows_what_torchvision_shows_once_each(folder):
-    split = open_folder(folder, "val")
-    images, labels = (torch.cat(parts) for parts in zip(*eval_loader(split), strict=True))
-    assert labels.tolist() == [0] * 5 + [1] * 5 + [NO_LABEL] * 2
-    assert not images[10:].any()
-    for index in range(10):
-        with Image.open(split.path(index)) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        expected = F.center_crop(F.resize(upright, 28), SIZE)
-        torch.testing.assert_close(
-            images[index], F.normalize(F.to_tensor(expected), MEAN, STD), rtol=0, atol=VALUE
-        )
+    train = build_train_loader(range(20), data, 8, 4, seed=5, **place)
+    crop, options = train.reader
+    assert crop == RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
+    assert (options["workers"], options["batch"], options["augment"]) == (rank_cores(), 4, None)
+    assert (options["mean"], options["std"], options["size"]) == (MEAN, STD, SIZE)
+    assert (train.sampler.repeats, train.sampler.window) == (2, 3)
+    crop, options = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
+    assert crop == CenterCrop(SIZE, 26, "bicubic")
+    assert (options["workers"], options["batch"], options["dp_size"]) == (0, 6, 2)
+    train = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
+    assert train.reader[0] == SimpleCrop(SIZE, False, "bicubic")
 
 
 def test_workers_change_nothing_and_leave_with_the_loader(folder):
@@ -168,9 +140,7 @@ os.kill(os.getpid(), 9)"""  # an orphan would keep the pipe open
 
 @pytest.fixture
 def corrupt(folder, tmp_path) -> Path:
-    """The folder with three training images of 20 gone bad; the first runs as a PostScript
-    program.
-    """
+    """The folder with three bad training images of 20; the first runs as a PostScript program."""
     root = shutil.copytree(folder, tmp_path / "images")
     split = open_folder(root, "train")
     Image.new("L", (8, 8)).save(split.path(7), "EPS")

@@ -4,32 +4,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from colossalai.legacy.nn import CrossEntropyLoss
-from torch import nn
 
-from common.colossal import (
-    AMP_TYPE,
-    Accuracy,
-    Lamb,
-    gpc,
-    initialize,
-    launch_from_openmpi,
-    launch_from_slurm,
-    launch_from_torch,
-    shard_model,
-    shutdown,
-)
-from common.colossal.hooks import save_checkpoint
-from common.config.load import load_config
-from common.errors import UserError
-from common.testing.parity_cases import CASES, build_tiny_model
-from common.testing.ranks import launched, run_ranks
+from common.testing.ranks import run_ranks
 
-OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
 PORTED = Path(__file__).parents[1] / "testing" / "ported"
 BENCHMARK = """
 BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCHS, WARMUP_EPOCHS = 8, 2e-3, 0.03, 2, 1
@@ -95,55 +75,15 @@ def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags, tmp_path,
         assert re.search(rf"\[Epoch {line}", words), words
 
 
-# it does not import AMP_TYPE
-OWN = (
-    "MY_KEY = 7\nTENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None\nfp16 = "
-    "dict(mode=AMP_TYPE.TORCH)\n"
-)
-
-
-def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
-    launch_from_torch(config=config)
-    # upstream's 2d takes logits for shards
-    logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
-    assert Accuracy()(logits, labels) == 3
-    assert CrossEntropyLoss()(logits, labels) == nn.functional.cross_entropy(logits, labels)
-    answer = dict(gpc.config), gpc.tensor_parallel_size, torch.distributed.get_backend()
-    shutdown()
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("config", "recipe", "own", "size"),
-    [
-        (load_config("vit_s16_2d") | {"MY_KEY": 7}, "vit_s16_2d", {"MY_KEY": 7}, 4),
-        ("own.py", None, {"MY_KEY": 7, "fp16": {"mode": AMP_TYPE.TORCH}}, 1),
-        (
-            dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7),
-            None,
-            {"BATCH_SIZE": 7},
-            2,
-        ),
-    ],
-)
-def test_a_script_gets_the_config_that_train_py_gets(
-    config, recipe, own, size, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(OWN)
-    values, tensor_size, backend = run_ranks(size, launch_own, config)[0]
-    assert (tensor_size, backend) == (size, "gloo")
-    assert values["parallel"]["tensor"]["size"] == size
-    expected = own | (load_config(recipe) if recipe else {})
-    assert {key: values[key] for key in expected} == expected
-
-
 HEAD = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from colossalai.legacy.nn import CrossEntropyLoss
 from common import colossal as colossalai
 from common.colossal import AMP_TYPE, Accuracy, Trainer, get_dataloader, gpc, hooks
+from common.config.load import load_config
+from common.testing.parity_cases import build_tiny_model
 colossalai.launch_from_torch(config=CONFIG, verbose=False)
 torch.manual_seed(0)
 x, y = torch.randn(17, 3, 4, 4), torch.arange(17) % 4
@@ -182,6 +122,50 @@ found = trainer.states["metrics"]["test"]["Accuracy"].get_accumulated_value()
 with torch.no_grad():
     print("differs by", round(found - (model(x).argmax(1) == y).double().mean().item(), 6))
 """
+SHOW_CONFIG = """
+expected = EXPECTED
+print("as expected", all(gpc.config[key] == value for key, value in expected.items()),
+      gpc.tensor_parallel_size, gpc.config.parallel.tensor.size, torch.distributed.get_backend())
+# upstream's 2d takes logits for shards
+logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
+assert Accuracy()(logits, labels) == 3
+assert CrossEntropyLoss()(logits, labels) == nn.functional.cross_entropy(logits, labels)
+"""
+# which does not import AMP_TYPE
+OWN_FILE = """
+MY_KEY = 7
+TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None
+fp16 = dict(mode=AMP_TYPE.TORCH)
+"""
+RECIPE = "load_config('vit_s16_2d') | {'MY_KEY': 7}"
+OWN_KEYS = "dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE='1d', BATCH_SIZE=7)"
+SAVE = """
+model = build_tiny_model()
+full = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+model = colossalai.shard_model(model)
+hooks.save_checkpoint("weights.pt", 1, model)
+torch.distributed.barrier()
+saved = torch.load("weights.pt")["model"]
+print("saved", saved.keys() == full.keys() and all(torch.equal(saved[n], full[n]) for n in full))
+"""
+LAMB = """
+model = colossalai.shard_model(build_tiny_model())
+colossalai.initialize(model, colossalai.Lamb(model.parameters()))
+"""
+SRUN = """
+import os
+colossalai.shutdown()
+os.environ |= dict(SLURM_PROCID="1", SLURM_NPROCS="2")
+colossalai.launch_from_slurm({}, "node", None)
+"""
+MPIRUN = """
+import os
+colossalai.shutdown()
+for name, value in dict(RANK="1", SIZE="2", LOCAL_RANK="1").items():
+    os.environ[f"OMPI_COMM_WORLD_{name}"] = value
+colossalai.launch_from_openmpi({}, "node", None)
+"""
+NO_PORT = "--host=node --port=None: set them to the first node, and a free port on it"
 LAYERS = "from colossalai.legacy.nn import Linear\nprint('built', Linear(4, 4).weight.shape)"
 TENSOR = "dict(parallel=dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d')))"
 # ranks, config, script, what it prints or the error that ends it
@@ -199,46 +183,29 @@ SCRIPTS = [
     (1, "dict(gradient_clipping=1.0)", "", r"\(.*clip_grad_norm.*\); write your own in upper case"),
     (2, "{}", EVALUATE, "differs by -?0.0"),
     (4, "{}", EVALUATE, "differs by -?0.0"),
+    (4, RECIPE, SHOW_CONFIG.replace("EXPECTED", RECIPE), "as expected True 4 4 gloo"),
+    (
+        1,
+        "'own_config.py'",
+        SHOW_CONFIG.replace("EXPECTED", "dict(MY_KEY=7, fp16=dict(mode=AMP_TYPE.TORCH))"),
+        "as expected True 1 1 gloo",
+    ),
+    (2, OWN_KEYS, SHOW_CONFIG.replace("EXPECTED", "dict(BATCH_SIZE=7)"), "True 2 2 gloo"),
+    (2, TENSOR, SAVE, "saved True"),
+    (2, TENSOR, LAMB, "norms of shards"),
+    (1, "{}", SRUN, NO_PORT),
+    (1, "{}", MPIRUN, NO_PORT),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "config", "script", "expected"), SCRIPTS)
-def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd):
-    (tmp_path / "own.py").write_text(HEAD.replace("CONFIG", config) + script)
+def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_config.py").write_text(OWN_FILE)
+    Path("own.py").write_text(HEAD.replace("CONFIG", config) + script)
     try:
         run_ranks(ranks, run_script, tmp_path / "own.py", tmp_path)
         said = capfd.readouterr().out
     except RuntimeError as error:
         said = str(error)
     assert re.search(expected, " ".join(said.split())), said
-
-
-def save_sharded(path: Path) -> bool:
-    with launched(**CASES["1d-2"][1]):
-        model = shard_model(build_tiny_model())
-        save_checkpoint(str(path), 1, model)
-        with pytest.raises(UserError, match="norms of shards"):
-            initialize(model, Lamb(model.parameters()))
-        torch.distributed.barrier()
-        saved, whole = torch.load(path)["model"], build_tiny_model().state_dict()
-        return saved.keys() == whole.keys() and all(
-            torch.equal(saved[name], whole[name]) for name in whole
-        )
-
-
-def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path):
-    assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("launch", "variables"),
-    [(launch_from_slurm, "SLURM_PROCID=1 SLURM_NPROCS=2"), (launch_from_openmpi, OPEN_MPI)],
-)
-def test_srun_and_mpirun_need_a_host_and_a_port(launch, variables, monkeypatch):
-    for setting in variables.split():
-        monkeypatch.setenv(*setting.split("="))
-    with pytest.raises(
-        UserError,
-        match="^--host=node --port=None: set them to the first node, and a free port on it$",
-    ):
-        launch({}, "node", None)

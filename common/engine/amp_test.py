@@ -1,6 +1,4 @@
-"""Mixed precision: what the config asks for, types of layers, loss and gradients, and training near
-float32.
-"""
+"""Mixed precision: what a config asks for, the dtypes of a step, and training near float32."""
 
 import functools
 from typing import Any
@@ -13,25 +11,25 @@ from common.engine import amp
 from common.engine.amp import build_mixed_precision, compute_dtype
 from common.engine.engine import initialize
 from common.engine.upstream import AMP_TYPE, gpc
+from common.optim.build import build_optimizer
 from common.testing.parity_cases import CASES, build_engine, fit, launched_clipping
 from common.testing.ranks import launched, run_ranks
 
-TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
-FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+FLOAT32 = torch.float32
+FLOAT16 = torch.float16
+BFLOAT16 = torch.bfloat16
 LAYERS = ("first", "norm", "activation", "last", "batch_norm")
 MODES = {
-    "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
-    "TORCH float16": {"mode": TORCH, "dtype": "float16"},
-    "NAIVE bfloat16": {"mode": NAIVE, "dtype": torch.bfloat16},
-    "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
-    "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
+    "TORCH bfloat16": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"},
+    "TORCH float16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"},
+    "NAIVE bfloat16": {"mode": AMP_TYPE.NAIVE, "dtype": torch.bfloat16},
+    "NAIVE float16": {"mode": AMP_TYPE.NAIVE, "dtype": torch.float16},
+    "APEX O3 bfloat16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"},
 }
 SLOW = (
     "warning: fp16.dtype='float16': this CPU (AVX) has no instructions for it; training can be "
-    "hundreds of times "
+    "hundreds of times slower than in float32. Omit dtype to compute in bfloat16"
 )
-SLOW += "slower than in float32. Omit dtype to compute in bfloat16"
-BY, AUTOCAST = ", by PyTorch instead of apex.amp, in", "operations, by autocast"
 
 
 @pytest.mark.parametrize(
@@ -39,40 +37,40 @@ BY, AUTOCAST = ", by PyTorch instead of apex.amp, in", "operations, by autocast"
     [
         (None, "cuda", FLOAT32, None, "float32"),
         (
-            dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0),
+            dict(mode=AMP_TYPE.TORCH, dtype=FLOAT16, init_scale=8.0),
             "cpu",
             FLOAT16,
             8,
-            f"{TORCH} in float16: {AUTOCAST}",
+            "AMP_TYPE.TORCH in float16: operations, by autocast",
         ),
         (
-            dict(mode=TORCH, dtype=FLOAT16, enabled=False),
+            dict(mode=AMP_TYPE.NAIVE, dtype=FLOAT16, enabled=False),
             "cuda",
             FLOAT16,
             None,
-            f"{TORCH} in float16: {AUTOCAST}",
+            "AMP_TYPE.NAIVE in float16: all layers",
         ),
         (
-            dict(mode=APEX, init_scale=8.0),
+            dict(mode=AMP_TYPE.APEX, init_scale=8.0),
             "cpu",
             BFLOAT16,
             None,
-            f"{APEX} O1{BY} bfloat16: {AUTOCAST}",
+            "AMP_TYPE.APEX O1, by PyTorch instead of apex.amp, in bfloat16: operations",
         ),
-        (dict(mode=APEX, opt_level="O0"), "cuda", FLOAT32, None, f"{APEX} O0{BY} float32"),
+        (dict(mode=AMP_TYPE.APEX, opt_level="O0"), "cuda", FLOAT32, None, "AMP_TYPE.APEX O0"),
         (
-            dict(mode=APEX, opt_level="O2", dtype="float16"),
+            dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="float16"),
             "cpu",
             FLOAT16,
             2**16,
-            f"{APEX} O2{BY} float16: all layers",
+            "AMP_TYPE.APEX O2, by PyTorch instead of apex.amp, in float16: all layers",
         ),
         (
-            dict(mode=APEX, opt_level="O3", dtype=FLOAT16),
+            dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype=FLOAT16),
             "cuda",
             FLOAT16,
             None,
-            f"{APEX} O3{BY} float16: parameters",
+            "AMP_TYPE.APEX O3, by PyTorch instead of apex.amp, in float16: parameters",
         ),
     ],
 )
@@ -90,7 +88,7 @@ def test_config(fp16, device, dtype, scale, note, monkeypatch):
 def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert compute_dtype(dict(mode=TORCH), "cuda") == dtype
+    assert compute_dtype(dict(mode=AMP_TYPE.TORCH), "cuda") == dtype
 
 
 @pytest.mark.parametrize(
@@ -99,35 +97,29 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
         (MODES["TORCH bfloat16"], BFLOAT16, LAYERS),
         (MODES["NAIVE float16"], FLOAT16, LAYERS),
         (MODES["APEX O3 bfloat16"], BFLOAT16, (*LAYERS, "weight", "grad")),
-        *((dict(mode=mode), FLOAT32, ()) for mode in AMP_TYPE),
+        # on a CPU without instructions for bfloat16
+        (dict(mode=AMP_TYPE.NAIVE), FLOAT32, ()),
     ],
 )
 def test_types(fp16, dtype, in_half, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
+
+    def record(name: str, output: torch.Tensor) -> None:
+        seen[name] = output.dtype
+
     with launched(fp16=fp16):
         model = nn.Sequential(
             nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3), nn.BatchNorm1d(3)
         )
         for name, layer in zip(LAYERS, model, strict=True):
-            layer.register_forward_hook(
-                lambda _, inputs, output, name=name: seen.update({name: output.dtype})
-            )
-        model[0].register_forward_hook(
-            lambda *_: seen.update(autocast=torch.is_autocast_enabled("cpu"))
-        )
-        engine, *_ = initialize(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
-        )
+            layer.register_forward_hook(lambda _, inputs, output, name=name: record(name, output))
+        weight = model[0].weight
+        engine, *_ = initialize(model, build_optimizer(model, "sgd"), nn.CrossEntropyLoss())
         logits, _, loss = engine.execute_schedule(iter([(torch.randn(2, 4), torch.tensor([0, 1]))]))
-        tensors = {
-            "logits": logits,
-            "loss": loss,
-            "weight": model[0].weight,
-            "grad": model[0].weight.grad,
-        }
-        seen |= {name: tensor.dtype for name, tensor in tensors.items()}
-    assert seen.pop("autocast") == (fp16 == MODES["TORCH bfloat16"])
+        tensors = {"logits": logits, "loss": loss, "weight": weight, "grad": weight.grad}
+        for name, tensor in tensors.items():
+            record(name, tensor)
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)
 
 

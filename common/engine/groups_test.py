@@ -22,15 +22,14 @@ from common.testing.ranks import launched, run_ranks
 
 
 def groups(config: dict) -> tuple:
+    """Return the tensor-parallel settings of a launch, and its two groups of this rank."""
     with launched(**config):
         modes = (ParallelMode.DATA, ParallelMode.TENSOR)
-        return tensor_parallel_env.save(), *(gpc.get_ranks_in_group(mode) for mode in modes)
+        return tensor_parallel_env.save(), *map(gpc.get_ranks_in_group, modes)
 
 
 def groups_of_two_launches() -> list[tuple]:
-    """Launch with ``parallel``, then as a single process without: upstream would keep the
-    tensor-parallel size.
-    """
+    """Launch in 1d, then as a single process, for which upstream would keep the size of 2."""
     tensor_parallel_env.vocab_parallel = True  # as building a classifier of many classes does
     together = groups({"parallel": {"tensor": {"mode": "1d", "size": 2}}})
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -57,19 +56,15 @@ def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend, monkeypatch):
-    join_groups({}, 0, 1, "", 0, backend="gloo", verbose=False)
-    monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
-    groups, chosen = (
-        mock.patch.dict(gpc._groups),
-        mock.patch.object(dist, "get_backend", return_value=backend),
-    )
-    with groups, chosen, mock.patch.object(dist, "new_group") as new_group:
+    with launched(), mock.patch.dict(gpc._groups):
+        monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0))
+        monkeypatch.setattr(dist, "get_backend", lambda: backend)
+        new_group = mock.Mock()
+        monkeypatch.setattr(dist, "new_group", new_group)
         gpc.init_parallel_groups()
-    shutdown()
-    seconds = {
-        (given, timeout.total_seconds()) for (_, timeout, given), _ in new_group.call_args_list
-    }
-    assert seconds == ({(None, 600.0)} if backend == "gloo" else {(None, 720.0), ("gloo", 600.0)})
+        monkeypatch.undo()
+    seconds = {(given, timeout.seconds) for (_, timeout, given), _ in new_group.call_args_list}
+    assert seconds == ({(None, 600)} if backend == "gloo" else {(None, 720), ("gloo", 600)})
 
 
 IMPORT = """

@@ -1,6 +1,4 @@
-"""What ranks say of one that is missing at the start, dies or hangs: processes that are killed and
-stopped.
-"""
+"""What ranks say of one that is missing at the start, dies or hangs."""
 
 import os
 import signal
@@ -53,14 +51,11 @@ def train(
 ) -> None:
     join_groups({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
-        assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {
-            "127.0.0.1"
-        }
+        connections = psutil.Process().net_connections()
+        assert {c.laddr.ip for c in connections if c.status == "LISTEN"} <= {"127.0.0.1"}
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        assert (os.environ["GLOO_SOCKET_IFNAME"], backend.options._timeout.total_seconds()) == (
-            "lo",
-            TIMEOUT,
-        )
+        assert backend.options._timeout.total_seconds() == TIMEOUT
         wait_for_the_others()
         set_phase(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
@@ -78,6 +73,8 @@ def train(
 )
 def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, others, seconds):
     port = free_port()
+    hangs = fault is compute
+    who = "one hangs (TIMEOUT=8)" if hangs else f"rank {lost} is missing, see its output"
     with ExitStack() as stack:
         mains = [partial(train, rank, port, lost, fault, others) for rank in range(SIZE)]
         ranks = [
@@ -85,20 +82,15 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
         ]
         started = time.monotonic()
         for rank, (process, _, err) in enumerate(ranks):
-            if rank == lost and fault is not compute:
+            if rank == lost and not hangs:
                 continue
             process.join(60)
             assert process.exitcode == 2, err.read_text()
             (line,) = [line for line in err.read_text().splitlines() if line.startswith("error:")]
-            who = (
-                "one hangs (TIMEOUT=8)"
-                if fault is compute
-                else f"rank {lost} is missing, see its output"
-            )
             phase = f"rank {rank} was at 'step 4 of rank {rank}'; rerun the command to resume"
             assert line == f"error: of 3 processes, {who}; {phase}"
         assert time.monotonic() - started < seconds + 20  # on a busy machine
-        assert fault is not compute or "in compute" in ranks[lost][2].read_text()
+        assert not hangs or "in compute" in ranks[lost][2].read_text()
 
 
 OUT_OF_MEMORY = """
@@ -123,15 +115,13 @@ errors.run_command(train)
 
 def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_status():
     ended = run_python(OUT_OF_MEMORY)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (
-        2,
-        "started\n",
-        "error: out of memory\n",
-    )
+    expected = (2, "started\n", "error: out of memory\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == expected
 
 
 def test_progress_restarts_the_clock():
-    watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
+    watcher = Watcher(0, 1, timeout=3 * POLL)
+    polls = iter(range(99))
     watcher.woken = SimpleNamespace(
         wait=lambda _: set_phase("a step") if next(polls) in (1, 3, 5) else None
     )
@@ -149,10 +139,9 @@ def test_a_rank_may_answer_late():
 
 
 def join(absent: int, seeds: str, *backends: str) -> list[str]:
-    """Return what this rank says of a launch that ``absent`` does not join, while it waits and at
-    last.
-    """
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    """Return what this rank says of a launch without ``absent``, while it waits and at last."""
+    rank = int(os.environ["RANK"])
+    port = int(os.environ["MASTER_PORT"])
     said: list[str] = []
     if rank == absent:
         return said
@@ -184,7 +173,8 @@ def test_ranks_that_do_not_join_or_differ_are_named():
 
 def join_again() -> str:
     """Return what another run says that is started on the port of a run, which goes on."""
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    port = int(os.environ["MASTER_PORT"])
     with launched():
         with pytest.raises(RankError) as caught:
             open_store(rank, 2, "127.0.0.1", port, 5.0, "gloo", {})

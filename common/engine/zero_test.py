@@ -1,6 +1,4 @@
-"""`zero` beside data parallelism; parity_test.py, skipped_test.py, hook_test.py and
-simulated_gpu_test.py have more.
-"""
+"""`zero` equals data parallelism in mixed precision; parity_test.py has float32."""
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 
 def train(stage: int | None) -> dict[str, list[float]]:
-    """Return losses in each precision, with recomputed blocks in the first, and norms of logits and
-    of all weights.
+    """Return losses, and norms of logits and of all weights, in each precision.
+
+    The first has recomputed blocks.
     """
     losses = {}
     with launched_clipping(zero=stage and {"stage": stage}):

@@ -3,7 +3,8 @@
 import argparse
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from unittest import mock
+from unittest.mock import DEFAULT
 
 import pytest
 import torch
@@ -146,55 +147,36 @@ def test_what_is_refused(line, environ, message):
     [("torch", 1, True), ("slurm", 5, True), ("slurm", 1, False), ("args", 4, False)],
 )
 def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch):
-    """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its
-    own GPU only.
+    """Two processes on one GPU end in NCCL's "Duplicate GPU".
+
+    A launcher may show each process its own GPU only.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(
-        "common.launch.detect.join_groups", lambda *_, **options: used.append(options)
-    )
-    monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])
-    monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
-    used: list[dict] = []
-    refused = pytest.raises(
-        RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer"
-    )
-    with refused if is_refused else nullcontext():
-        init_distributed(
-            Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9}
-        )
-    assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9, shared=None)] * (
-        not is_refused
-    )
+    launch = Launch(launcher, 5, 5, 8, "localhost", 1, "nccl")
+    with mock.patch.multiple("common.launch.detect", join_groups=DEFAULT, gather=DEFAULT) as mocks:
+        if is_refused:
+            with pytest.raises(RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start"):
+                init_distributed(launch, {})
+        else:
+            mocks["gather"].return_value = []
+            init_distributed(launch, {"SEED": 7, "TIMEOUT": 9})
+            options = dict(seed=7, verbose=False, timeout=9, shared=None)
+            assert mocks["join_groups"].call_args.kwargs == options | {"local_rank": 5 % gpus}
 
 
-def started_sum(environ: dict[str, str]) -> float:
+def start(environ: dict[str, str]) -> tuple[float, int, int]:
+    """Return the sum over ranks of their numbers from 1, and this rank's cores and threads."""
+    torch.set_num_threads(2)
     rank = os.environ["RANK"]
-    init_distributed(
-        detect("", environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}), {}
-    )
+    environ = environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
+    init_distributed(detect("", environ), {})
     total = torch.tensor([gpc.get_global_rank() + 1.0])
     dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
     shutdown()
-    return total.item()
+    return total.item(), rank_cores(), torch.get_num_threads()
 
 
-ON_ONE_NODE = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1"}
-
-
-def test_ranks_meet_at_a_name_and_the_derived_port():
-    assert run_ranks(2, started_sum, ON_ONE_NODE | {"MASTER_ADDR": "localhost"}) == [3.0, 3.0]
-
-
-def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
-    torch.set_num_threads(2)
-    os.sched_setaffinity(0, cpus)
-    init_distributed(detect("", os.environ), {})
-    shutdown()
-    return rank_cores(), torch.get_num_threads()
-
-
-def test_ranks_divide_the_cores_of_their_mask():
-    cpus = os.sched_getaffinity(0)
-    share = max(1, len(cpus) // 2)
-    assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
+def test_ranks_meet_at_a_name_and_the_derived_port_and_divide_the_cores():
+    environ = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "MASTER_ADDR": "localhost"}
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert run_ranks(2, start, environ) == [(3.0, cores, min(2, cores))] * 2

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from unittest.mock import Mock
 
 import pytest
@@ -16,81 +14,64 @@ from torch.distributed.run import parse_args
 from common.launch.signals import run_torchrun
 from common.testing.commands import has_ended, run_python, wait_until
 
-PROGRAM = """
-import os, sys, threading, time
-# signals arrive before the child ignores them
-os.register_at_fork(after_in_child=lambda: time.sleep(0.5))
+IMPORTS = """
+import ctypes, multiprocessing, os, signal, sys, threading, time
 from common.launch.signals import stop_signals
-stop_signals.install()
-stop_signals.deferring = sys.argv[1] == "deferring"
-if sys.argv[2:] == ["fork"] and (child := os.fork()) == 0:
-    time.sleep(60)
-    os._exit(1)
-print(child if sys.argv[2:] == ["fork"] else "ready", flush=True)
-while not stop_signals.received:
+
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+def wait(seconds):
     # like a wait in C++, this keeps Python's own handlers from running
-    threading.Lock().acquire(timeout=0.05)
-print(stop_signals.received, flush=True)
-time.sleep(60)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=seconds)
+"""
+START = """
+stop_signals.install()
+send(NAME)
+wait(60)
+"""
+TRAIN = """
+stop_signals.install()
+stop_signals.deferring = True
+send(NAME)
+while not stop_signals.received:
+    wait(0.05)
+assert stop_signals.received == getattr(signal, NAME)
+send(NAME)  # as from a launcher that passes on the terminal's signal
+wait(1.2)
+send("SIGTERM")
+wait(0.3)
+if NAME == "SIGINT":  # a second Ctrl-C ends it
+    send(NAME)
+    wait(60)
+os._exit(0)
+"""
+WITHOUT_TERMINAL = """
+stop_signals.install()
+os.close(2)
+send("SIGHUP")
+wait(60)
 """
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start `PROGRAM` in a process group of its own, and wait for its first line."""
-    started = []
-
-    def start_process(*arguments: str) -> subprocess.Popen:
-        command, pipe = [sys.executable, "-c", PROGRAM, *arguments], subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-        started.append(process)
-        process.first_line = process.stdout.readline().strip()
-        return process
-
-    yield start_process
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def end(process: subprocess.Popen) -> tuple[int, str]:
-    _, error = process.communicate(timeout=30)
-    return process.returncode, error
-
-
 @pytest.mark.parametrize(
-    ("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)]
+    ("program", "name", "code", "said"),
+    [
+        (START, "SIGTERM", 143, "SIGTERM: exiting\n"),
+        (START, "SIGUSR1", 143, "SIGUSR1: exiting\n"),
+        (START, "SIGINT", 130, "Ctrl-C: exiting\n"),
+        (START, "SIGHUP", 143, "SIGHUP: exiting\n"),
+        (TRAIN, "SIGTERM", 0, "SIGTERM: stopping after this step\n"),
+        (TRAIN, "SIGUSR1", 0, "SIGUSR1: stopping after this step\n"),
+        (TRAIN, "SIGINT", 130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n"),
+        (WITHOUT_TERMINAL, "SIGHUP", 143, ""),
+    ],
 )
-def test_before_training_a_signal_ends_the_process(start, number, code):
-    process = start("starting")
-    process.send_signal(signal.Signals[number])
-    name = "Ctrl-C" if number == "SIGINT" else number
-    assert end(process) == (code, f"{name}: exiting\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_while_training_it_is_noted(start, number):
-    process = start("deferring")
-    process.send_signal(number)
-    assert process.stdout.readline() == f"{number.value}\n"
-    process.send_signal(number)  # as from a launcher that passes on the terminal's signal
-    assert process.poll() is None
-    time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.3)
-    if number == signal.SIGINT:  # a second Ctrl-C ends it
-        process.send_signal(number)
-        assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n")
-
-
-def test_a_process_ends_although_its_terminal_has_gone(start):
-    process = start("starting")
-    process.stderr.close()
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(30) == 143
+def test_a_signal_ends_the_process_or_is_noted_while_training(program, name, code, said):
+    ended = run_python(f"{IMPORTS}NAME = {name!r}{program}")
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 PROGRAMS = {
@@ -146,30 +127,47 @@ multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daem
 stop_signals.restore()
 """,
 }
-IMPORTS = "import ctypes, multiprocessing, os, signal, threading, time\n"
-# only the first process says what it does
-IMPORTS += (
-    "from common.launch.signals import stop_signals; os.environ.update(RANK='1', WORLD_SIZE='2')\n"
-)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_well(name):
-    done = run_python(IMPORTS + PROGRAMS[name])
+    # only the first process says what it does
+    ended = run_python(IMPORTS + PROGRAMS[name], env=os.environ | {"RANK": "1", "WORLD_SIZE": "2"})
     line = "SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else ""
-    assert (done.returncode, done.stderr) == (0, line)
+    assert (ended.returncode, ended.stderr) == (0, line)
 
 
-def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start):
-    process = start("deferring", "fork")
-    child = int(process.first_line)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        os.kill(child, number)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
-    assert os.path.exists(f"/proc/{child}")
-    process.kill()
-    process.wait()
+FORK = """
+# signals arrive before the child ignores them
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))
+stop_signals.install()
+stop_signals.deferring = True
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(1)
+print(child, flush=True)
+while not stop_signals.received:
+    wait(0.05)
+print(stop_signals.received, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it():
+    command = [sys.executable, "-c", IMPORTS + FORK]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            child = int(process.stdout.readline())
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                os.kill(child, number)
+            os.killpg(process.pid, signal.SIGTERM)
+            assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+            assert os.path.exists(f"/proc/{child}")
+        finally:
+            process.kill()
     wait_until(lambda: has_ended(child), seconds=10)
 
 

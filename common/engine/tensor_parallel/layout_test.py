@@ -56,47 +56,41 @@ def test_a_cube_is_a_cube():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "model", "micro_batch", "message"),
+    ("parallel", "model", "message"),
     [
         (
             tensor("1d", 2),
             {"heads": 1},
-            4,
             "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2",
         ),
         (
             tensor("2.5d", 8, depth=2),
             {},
-            6,
             "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8",
         ),
         (
             tensor("3d", 8),
             {"width": 34, "heads": 6},
-            4,
             "MODEL.width=34 is not a multiple of 12, .*: 24 or 36",
         ),
         (
             tensor("2d", 4),
             {"mlp_ratio": 33 / 32},
-            4,
             "mlp_ratio=33 is not a multiple of 2, .*: 32 or 34",
         ),
         (
             tensor("3d", 8),
             {"mlp_ratio": 34 / 32},
-            4,
             "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
         ),
         (
             tensor("1d", 2),
             {"pool": "seq"},
-            4,
             "pool='seq' of MODEL do not support .* mode '1d': set it to None",
         ),
-        (tensor("1d", 2), {"stem": "conv"}, 4, "^stem='conv' and "),
+        (tensor("1d", 2), {"stem": "conv"}, "^stem='conv' and "),
     ],
 )
-def test_shapes_that_are_refused(parallel, model, micro_batch, message):
+def test_shapes_that_are_refused(parallel, model, message):
     with pytest.raises(UserError, match=message):
-        check_tensor_parallel(parallel, MODEL | model, micro_batch)
+        check_tensor_parallel(parallel, MODEL | model, micro_batch=6)

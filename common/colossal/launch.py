@@ -42,6 +42,7 @@ def launch_from_slurm(
     config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
 ) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
+    # as the originals' srun commands set them
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 
@@ -64,4 +65,5 @@ def _launch(start: Callable[..., None], config: Any, backend: str | None, **more
     ``backend`` defaults to nccl on GPUs and gloo on CPUs.
     """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    # after this gpc.config holds the resolved config, as in a train.py
     start(config=load_own_config(config), backend=backend, **more)

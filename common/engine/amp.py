@@ -47,6 +47,7 @@ class MixedPrecision:
     def apply(self, model: nn.Module) -> nn.Module:
         """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither."""
         if self.cast is Cast.PARAMETERS:
+            # in place, so that the optimizer, built before, keeps its parameters
             model.to(self.dtype)
         if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
             compute_in_half(model, self.dtype)
@@ -123,6 +124,7 @@ def _warn_of_slowness(dtype: torch.dtype, device_type: str) -> str | None:
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
     """Return the dtype of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
+    # without a loss scaler, which warns where there is no GPU
     return build_mixed_precision({**(fp16 or {}), "enabled": False}, device_type).dtype
 
 
@@ -150,6 +152,7 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
     precision.
     """
     for layer in model.modules():
+        # batch norms, whose running statistics half precision would round away
         if isinstance(layer, _NormBase):
             layer.forward = partial(_forward_in_own_type, layer, layer.forward, dtype)
             continue
@@ -189,6 +192,7 @@ def _forward_on_copies(
     tables: list[dict[str, Any]] = []
     for module in (layer, *children):
         tables += [module._parameters, module._buffers]
+    # layers read their parameters from these dicts, so that no layer needs to know of the casts
     originals = [dict(table) for table in tables]
     for table in tables:
         table.update({name: _cast(value, dtype) for name, value in table.items()})
@@ -196,4 +200,5 @@ def _forward_on_copies(
         return _cast(forward(*_cast(inputs, dtype), **named_inputs), dtype)
     finally:
         for table, original in zip(tables, originals, strict=True):
+            # the parameters that the optimizer has, also if `forward` raises
             table.update(original)

@@ -56,6 +56,7 @@ def _missing(device_type: str) -> str:
         compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)):
         return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
+    # which the generated code includes
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header.exists() else f"{header}; install Python's development files"
 
@@ -98,6 +99,7 @@ def compile_model(
     # communication of the one before.
     torch._dynamo.config.optimize_ddp = False
     mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
+    # in place, which keeps the names of parameters
     for part in [model] if how == "model" else blocks:
         # a graph for any size, as dynamo would make for the second one, is slower
         part.compile(backend=backend, mode=mode, dynamic=False)

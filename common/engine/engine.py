@@ -129,6 +129,7 @@ class WholeSteps:
         self._used = False
 
     def __getattr__(self, name: str) -> Any:
+        # `sampler`, `close`, a state to save
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
@@ -176,15 +177,18 @@ def initialize(
     _check_sharded(model, optimizer, config)
     set_backends(config)
     device = get_accelerator().get_current_device()
+    # FSDP has its shards there already
     if not isinstance(model, FSDPModule):
         model.to(device)
     precision = build_mixed_precision(config.get("fp16"), device.type)
+    # before it is compiled, which traces what the layers call
     precision.apply(model)
     accumulation = config.get("gradient_accumulation") or 1
     step_optimizer = StepOptimizer(
         optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED)
     )
     step_optimizer.max_norm = config.get("clip_grad_norm") or 0.0
+    # views of the running statistics of batch norms, which a bad step must not change
     step_optimizer.statistics = [
         buffer.flatten() for buffer in kept_buffers(model).values() if buffer.is_floating_point()
     ]
@@ -203,6 +207,7 @@ def initialize(
         lr_scheduler=schedule,
         noise_scale=noise_scale,
     )
+    # from here on only dropout draws from them: the weights, equal on all ranks, are drawn
     gpc.separate_data_parallel_seeds()
     if train_dataloader is not None:
         train_dataloader = WholeSteps(train_dataloader, accumulation)
@@ -256,6 +261,7 @@ def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module
     """
     if gpc.get_world_size(ParallelMode.DATA) == 1 or isinstance(model, FSDPModule):
         return model
+    # no second copy of the gradients in DDP's buckets
     options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]

@@ -140,6 +140,7 @@ class RepairedContext(ParallelContext):
             self._ranks_in_group,
         ):
             table.clear()
+        # a tool that comes after the training must not read its config
         self._config = self.watcher = None
 
 

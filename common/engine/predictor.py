@@ -19,6 +19,7 @@ class Predictor:
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Move ``model`` to this process's device and the precision of ``config``, in place."""
+        # no launch has done it
         limit_threads()
         set_backends(config)
         self.device = get_accelerator().get_current_device()

@@ -32,6 +32,7 @@ class SkipCounter:
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
         self.updates += 1
+        # all on the device, for which the host does not wait
         skipped = skipped.long()
         self.total = self.total + skipped
         self.streak = (self.streak + 1) * skipped
@@ -51,6 +52,7 @@ class SkipCounter:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]
         self.total = torch.full_like(self.total, state["skipped"])
+        # a longer streak of before has not ended the run, so that it need not be saved
         self.streak = self.longest = torch.full_like(self.streak, state["skipped_in_a_row"])
 
 
@@ -65,6 +67,7 @@ class OncePerStep:
         return getattr(self.schedule, name)
 
     def step(self, *args: Any) -> None:
+        # which the update has set back, also when a loop calls this for every micro-batch
         if self.optimizer.accumulated == 0:
             self.schedule.step(*args)
 
@@ -125,6 +128,7 @@ class StepOptimizer(OptimizerWrapper):
 
     def backward(self, loss: Tensor) -> None:
         loss = loss / self.accumulation + self._poison(loss)
+        # scaled, so that small gradients are not 0 in float16
         super().backward(self.scaler.scale(loss) if self.scaler else loss)
         self.accumulated += 1
 

@@ -58,6 +58,7 @@ class Trainer(UpstreamTrainer):
         self.step = self.epoch_step = self.evaluated_step = 0
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
+        # until `fit`: an `evaluate` before it shows no bar
         self._is_silent = True
         self._schedules: dict[LRScheduler, bool] = {}  # and whether each is stepped by epoch
 
@@ -162,6 +163,7 @@ class Trainer(UpstreamTrainer):
             self.epoch_step = 0
         try:
             while not self.stopping:
+                # first: a resumed run may have been stopped between a step and its evaluation
                 if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
                     self._eval(self.test_dataloader)
                 elif self._has_ended():
@@ -187,6 +189,7 @@ class Trainer(UpstreamTrainer):
             initial=self.epoch_step,
             disable=self._is_silent,
         )
+        # `_count_step` advances the epoch
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             self._train_step(batches)
             bar.update()
@@ -211,6 +214,7 @@ class Trainer(UpstreamTrainer):
             if self.update_done:
                 self._count_step()
             self._call_hooks("after_train_iter", result)
+            # as in upstream, hooks see the number of those before
             self._cur_step += 1
 
     def _count_step(self) -> None:
@@ -291,6 +295,7 @@ class Trainer(UpstreamTrainer):
         return any(wishes or [True]) and self.engine.criterion is not None
 
     def _is_evaluation_due(self, interval: int) -> bool:
+        # `_count_step` has set it back
         ends_epoch = self.epoch_step == 0 and self._cur_epoch % interval == 0
         return self.step > self.evaluated_step and (ends_epoch or self._has_ended())
 
@@ -305,6 +310,7 @@ def _count_unpadded(loader: Any) -> int:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DataParallelSampler):
         return sys.maxsize
+    # ranks take turns; what is beyond the data set's length repeats its first samples
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
 
 

@@ -20,6 +20,7 @@ import torch
 from common.errors import UserError
 
 VERSION = "0.5.0"
+# which Colossal-AI imports, and nothing here uses
 STUBBED = (
     *("peft", "peft.utils", "peft.utils.other", "peft.utils.save_and_load"),
     *("galore_torch", "bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"),
@@ -62,13 +63,16 @@ def quiet_import() -> Iterator[None]:
         mock.patch.object(torch, "compile", return_value=lambda function: function),
         mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError),
         warnings.catch_warnings(),
+        # some of its modules print
         redirect_stdout(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
+        # also of loggers that are created during the import
         logging.disable(logging.WARNING)
         sys.modules.update(stubs)
         yield
     for name in stubs:
+        # for programs that use the real ones
         del sys.modules[name]
     logging.disable(disabled)
 
@@ -151,6 +155,7 @@ def repair_accuracy() -> None:
 
     legacy/nn/metric/__init__.py:22 splits the targets, but not the logits.
     """
+    # the modes that have an accuracy of their own
     upstream_metric._parallel_accuracy.clear()
 
 
@@ -159,6 +164,7 @@ def repair_loss() -> None:
 
     legacy/nn/loss/__init__.py:36 splits the targets, but not the logits.
     """
+    # by which a loss of the mode would be chosen
     upstream_loss.get_tensor_parallel_mode = lambda: None
 
 
@@ -179,6 +185,7 @@ def refuse_layers() -> None:
     for mode in (parallel_1d, parallel_2d, parallel_2p5d, parallel_3d):
         for layer in vars(mode).values():
             if isinstance(layer, type):
+                # when one is built, since upstream imports them itself
                 layer.__init__ = refuse
 
 
@@ -193,6 +200,7 @@ def repair_warmup() -> None:
     def begin_at_full_rate(schedule: Any) -> Any:
         if schedule.last_epoch < schedule.warmup_epochs or schedule.finished:
             return get_lr(schedule)
+        # as upstream does here, but for `after_scheduler.get_lr()`
         schedule.after_scheduler.base_lrs = schedule.base_lrs
         schedule.finished = True
         return list(schedule.base_lrs)

@@ -66,6 +66,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     set. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts
     the launcher.
     """
+    # an empty variable is what a shell writes for one that is not set
     environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
     values: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
@@ -126,6 +127,7 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     if not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the shell of sbatch or salloc
         del launchers["slurm"]
     for name, variables in launchers.items():
+        # rank, local rank and number of processes
         if all(variable in environ for variable in variables[:3]):
             return name
     for name, variables in launchers.items():  # `_from_environment` says what is missing
@@ -178,6 +180,7 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of FLAGS for a process that no launcher has started."""
     values = {flag: getattr(args, flag) for flag in FLAGS}
     if values["local_rank"] is None:
+        # on one machine they are the same
         values["local_rank"] = values["rank"]
     missing = [
         f"--{flag}"

@@ -43,6 +43,7 @@ send(NAME)  # as from a launcher that passes on the terminal's signal
 wait(1.2)
 send("SIGTERM")
 wait(0.3)
+os.write(2, b"goes on\n")
 if NAME == "SIGINT":  # a second Ctrl-C ends it
     send(NAME)
     wait(60)
@@ -63,9 +64,9 @@ wait(60)
         (START, "SIGUSR1", 143, "SIGUSR1: exiting\n"),
         (START, "SIGINT", 130, "Ctrl-C: exiting\n"),
         (START, "SIGHUP", 143, "SIGHUP: exiting\n"),
-        (TRAIN, "SIGTERM", 0, "SIGTERM: stopping after this step\n"),
-        (TRAIN, "SIGUSR1", 0, "SIGUSR1: stopping after this step\n"),
-        (TRAIN, "SIGINT", 130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n"),
+        (TRAIN, "SIGTERM", 0, "SIGTERM: stopping after this step\ngoes on\n"),
+        (TRAIN, "SIGUSR1", 0, "SIGUSR1: stopping after this step\ngoes on\n"),
+        (TRAIN, "SIGINT", 130, "Ctrl-C: stopping after this step\ngoes on\nCtrl-C: exiting\n"),
         (WITHOUT_TERMINAL, "SIGHUP", 143, ""),
     ],
 )

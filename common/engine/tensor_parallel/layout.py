@@ -82,6 +82,7 @@ class Shard:
 
     def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
         """Return the number of elements of a shard, given the group sizes."""
+        # before a launch there are no groups to ask
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
     def _view(self, full: Tensor) -> Tensor:
@@ -124,13 +125,16 @@ def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
     return Shard(((0, channels),), copies=samples, summed_over=samples)
 
 
+# (weight [out, in], bias [out]): inputs over COL, outputs over ROW, as the product leaves them
 _SQUARE = (_matrix((1, COL_2D), (0, ROW_2D)), _vector(ROW_2D, COL_2D))
 _SQUARES = (_matrix((1, COL_2P5D), (0, ROW_2P5D), copies=DEPTH_2P5D), _vector(ROW_2P5D, XZ_2P5D))
 LAYOUTS = {
     "1d": Layout(
         samples=None,
         channels=None,
+        # outputs, which are heads and hidden channels
         first=(_matrix((0, TENSOR)), Shard(((0, TENSOR),))),
+        # inputs; each rank adds the bias to the sum over ranks
         second=(_matrix((1, TENSOR)), Shard(copies=TENSOR)),
     ),
     "2d": Layout(COL_2D, ROW_2D, first=_SQUARE, second=_SQUARE),
@@ -167,6 +171,7 @@ def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | Non
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
     """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
     for name, parameter in model.named_parameters():
+        # q, k and v are stacked in one matrix, and a rank needs the same heads of each
         shard = _shard_of(name, parameter, LAYOUTS[mode])
         yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)
 
@@ -278,6 +283,7 @@ def check_tensor_parallel(
     unit = side**2 if mode == "3d" else side
     rules = (
         ("MODEL.heads", heads, side),
+        # heads have equal numbers of channels
         ("MODEL.width", width, math.lcm(unit, heads)),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, unit),
         ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[LAYOUTS[mode].samples]),

@@ -117,6 +117,7 @@ def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a checkpoint by name: the running statistics of batch norms."""
     parameters = dict(model.named_parameters())
+    # of a state_dict, which leaves out buffers that are not persistent
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
@@ -151,6 +152,7 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
         return value
     full = _pad_with_zeros(shard, value)
     group = sharing_group([parameter])
+    # a sum of what is 0 elsewhere: one collective, whatever the layout
     dist.reduce(full, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
     return full if gpc.get_local_rank(group) == 0 else None
 
@@ -247,6 +249,7 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 
 def sum_over(group: ParallelMode, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of ``tensors`` over the ranks of ``group``, by one all-reduce."""
+    # one message: many small ones take longer than the copies
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=gpc.get_group(group))
     sums = flat.split([tensor.numel() for tensor in tensors])
@@ -282,6 +285,7 @@ def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
 
     R rows are norms of R different tensors (the weight, the update) of each parameter.
     """
+    # of n copies each counts as one n-th
     shares_P = torch.tensor([1 / _copies(p) for p in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))

@@ -133,10 +133,12 @@ class WholeSteps:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
+        # batches that fill no step are left out
         return len(self.loader) // self.accumulation * self.accumulation
 
     def __iter__(self) -> Iterator[Any]:
         batches: Iterable[Any] = iter(self.loader)
+        # not before the first pass: it begins where the loader stands
         if batches is self.loader and self._used:
             self.loader.reset()
         self._used = True
@@ -183,20 +185,12 @@ def initialize(
     precision = build_mixed_precision(config.get("fp16"), device.type)
     # before it is compiled, which traces what the layers call
     precision.apply(model)
-    accumulation = config.get("gradient_accumulation") or 1
-    step_optimizer = StepOptimizer(
-        optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED)
-    )
-    step_optimizer.max_norm = config.get("clip_grad_norm") or 0.0
-    # views of the running statistics of batch norms, which a bad step must not change
-    step_optimizer.statistics = [
-        buffer.flatten() for buffer in kept_buffers(model).values() if buffer.is_floating_point()
-    ]
+    step_optimizer = _build_step_optimizer(model, optimizer, precision, config)
     compiles = config.get("COMPILE", False)
     if should_compile(compiles, device.type):
         compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
     is_wanted = config.get("LOG", {}).get("noise_scale", False)
-    noise_scale = build_noise_scale(model, accumulation, is_wanted)
+    noise_scale = build_noise_scale(model, step_optimizer.accumulation, is_wanted)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _average_gradients(model, config),
@@ -210,10 +204,25 @@ def initialize(
     # from here on only dropout draws from them: the weights, equal on all ranks, are drawn
     gpc.separate_data_parallel_seeds()
     if train_dataloader is not None:
-        train_dataloader = WholeSteps(train_dataloader, accumulation)
+        train_dataloader = WholeSteps(train_dataloader, step_optimizer.accumulation)
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, schedule
+
+
+def _build_step_optimizer(
+    model: nn.Module, optimizer: Optimizer, precision: MixedPrecision, config: Mapping[str, Any]
+) -> StepOptimizer:
+    """Wrap ``optimizer`` for the accumulation, clipping and loss scale of the config."""
+    accumulation = config.get("gradient_accumulation") or 1
+    max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
+    wrapped = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
+    wrapped.max_norm = config.get("clip_grad_norm") or 0.0
+    # views of the running statistics of batch norms, which a bad step must not change
+    wrapped.statistics = [
+        buffer.flatten() for buffer in kept_buffers(model).values() if buffer.is_floating_point()
+    ]
+    return wrapped
 
 
 def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> None:

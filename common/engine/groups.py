@@ -62,6 +62,7 @@ class RepairedContext(ParallelContext):
         have.
         """
         auto_set_accelerator()
+        # nobody to meet
         if world_size == 1 or backend == "fake":
             store: dist.Store = dist.HashStore()
         else:
@@ -131,6 +132,7 @@ class RepairedContext(ParallelContext):
         if self.watcher is not None:
             self.watcher.stop("closed")
         super().destroy()
+        # back to its defaults; a later launch would find the sizes of this one
         tensor_parallel_env.load()
         for table in (
             self._global_ranks,
@@ -167,6 +169,7 @@ def join_groups(
     a rank reports the missing ones and ends; default: PyTorch's timeout (30 minutes for gloo),
     without a report.
     """
+    # before the groups are created, which take its timeout
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
     gpc.shared = shared or {}
     upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)

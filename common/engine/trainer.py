@@ -127,6 +127,7 @@ class Trainer(UpstreamTrainer):
         self.train_dataloader = train_dataloader
         self.test_dataloader = test_dataloader
         self._reset_states()
+        # those of equal priority stay in the order in which they were given
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
@@ -140,6 +141,7 @@ class Trainer(UpstreamTrainer):
         finally:
             self.stopping = False  # for an evaluation or a fit that follows
             for loader in (train_dataloader, test_dataloader):
+                # a `DataLoader` has none
                 if hasattr(loader, "close"):
                     loader.close()
 
@@ -193,6 +195,7 @@ class Trainer(UpstreamTrainer):
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             self._train_step(batches)
             bar.update()
+            # which upstream's LogMetricByStepHook writes
             bar.set_postfix(self.states.get("step_metrics"))
         bar.close()
         self._call_timer("stop", "Train-epoch", keep_in_history=True)

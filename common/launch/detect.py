@@ -120,6 +120,7 @@ def init_distributed(
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     """Return the innermost launcher: a key of LAUNCHERS, "args" or "single"."""
+    # the user overrules what an environment may have left over
     if args.world_size == 1:
         return "single"
     launchers = dict(LAUNCHERS)
@@ -141,6 +142,7 @@ def _from_environment(
 ) -> dict[str, Any]:
     """Return the values of FLAGS from the variables of ``launcher``, which flags must match."""
     names = {flag: getattr(LAUNCHERS[launcher], flag) for flag in FLAGS}
+    # of the launchers only torchrun sets a host and a port
     names = {flag: name for flag, name in names.items() if name}
     given = {flag: getattr(args, flag) for flag in names}
     # a flag stands in for a variable that is not set

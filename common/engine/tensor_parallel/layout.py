@@ -127,6 +127,7 @@ def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
 
 # (weight [out, in], bias [out]): inputs over COL, outputs over ROW, as the product leaves them
 _SQUARE = (_matrix((1, COL_2D), (0, ROW_2D)), _vector(ROW_2D, COL_2D))
+# XZ: the rows of all squares, each of which has other samples
 _SQUARES = (_matrix((1, COL_2P5D), (0, ROW_2P5D), copies=DEPTH_2P5D), _vector(ROW_2P5D, XZ_2P5D))
 LAYOUTS = {
     "1d": Layout(
@@ -263,6 +264,7 @@ def check_tensor_parallel(
     mode = tensor["mode"]
     if mode is None:
         return
+    # `_shard_of` knows the layers of a plain ViT only
     if model.get("timm"):
         raise UserError(
             f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "

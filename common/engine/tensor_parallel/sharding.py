@@ -82,6 +82,7 @@ def _cut(model: nn.Module, name: str, shard: Shard) -> None:
     layer, _, role = name.rpartition(".")
     full = model.get_parameter(name)
     local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
+    # by which it is gathered, summed and counted
     local.shard = shard
     setattr(model.get_submodule(layer), role, local)
 
@@ -263,6 +264,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
+    # data-parallel ranks have the same gradient by now
     if not is_sharded(trained):
         return _norm([parameter.grad for parameter in trained])
     # of n copies each counts as one n-th: the sum over ranks has each element once

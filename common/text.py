@@ -46,6 +46,11 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(table)
 
 
+def two_digits(number: float) -> str:
+    """Return ``number``, 10 or more, rounded to two digits, as "1,900"."""
+    return f"{float(f'{number:.2g}'):,.0f}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     by_lower = {one.lower(): one for one in known}

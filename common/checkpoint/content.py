@@ -67,6 +67,7 @@ class Hardware(Open):
 
 class PlanSoFar(Open):
     gpus: Count = 0
+    total_batch: Count = 0
     last_step: Count = 0
 
 

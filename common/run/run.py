@@ -28,7 +28,7 @@ from common.metrics.metrics_file import Metrics, read_metrics
 from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
 from common.model.flops import flops_per_image, peak_images_per_s
-from common.text import print_wrapped
+from common.text import print_wrapped, two_digits
 
 
 @dataclass
@@ -140,7 +140,13 @@ class Run:
         report = short_path(ROOT / "scripts" / "report.py")
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")
-        evaluations = read_evaluations(self.output)
+        for record in reversed(read_records(self.output, "train")):
+            if record.get("noise_scale"):
+                images = two_digits(record["noise_scale"])
+                step = f"step {record['step']:,}"
+                print(f"noise scale  {images} images at {step}, batch {self.plan.total_batch:,}")
+                break
+        evaluations = read_records(self.output, "eval")
         marked = best_checkpoint(folder)  # of a branch, not what it came from
         best = [
             record for record in evaluations if checkpoint_path(folder, record["step"]) == marked
@@ -151,10 +157,10 @@ class Run:
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 
-def read_evaluations(output: Path) -> list[Metrics]:
-    """Return a run's evaluations; none where they cannot be read, of which the loggers warned."""
+def read_records(output: Path, kind: str) -> list[Metrics]:
+    """Return a run's records of a kind; none where they cannot be read, of which loggers warned."""
     with suppress(UserError):
-        return [record for record in read_metrics(output) if record["kind"] == "eval"]
+        return [record for record in read_metrics(output) if record["kind"] == kind]
     return []
 
 

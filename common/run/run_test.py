@@ -1,5 +1,7 @@
 """The end of a run."""
 
+from common.config.load import load_config
+from common.config.plan import build_plan
 from common.files import ROOT
 from common.run.run import Run, write_start
 from common.testing.ranks import launched
@@ -29,11 +31,15 @@ def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
         FIGURES.replace('"step": 1', f'"step": {n}').replace("0.5", f"{0.75 - 0.25 * n}")
         for n in (0, 2)
     )
+    measured = '{"kind": "train", "step": 1, "noise_scale": 1934.0}'
+    lines = f"{measured}\n{origin}\n{FIGURES}\n{last}\n"  # of a branch
+    plan = build_plan(load_config("quickstart"), 1, None)
     with launched():
-        for lines in ("", FIGURES, f"{origin}\n{FIGURES}\n{last}\n"):  # the last is of a branch
-            (output / "metrics.jsonl").write_text(lines)
-            Run(None, output, True, {}, start_from=None, measurement=None).finish()
-    best = "best         top1 0.5000 at step 1 (checkpoints/step-00000001)\n"
+        for text in ("", FIGURES, lines):
+            (output / "metrics.jsonl").write_text(text)
+            Run(plan, output, True, {}, start_from=None, measurement=None).finish()
+    best = "noise scale  1,900 images at step 1, batch 128\n"
+    best += "best         top1 0.5000 at step 1 (checkpoints/step-00000001)\n"
     expected = [f"{PRINTED}{end}" for end in ("top1=?\n", "top1=0.5000\n", f"{best}top1=0.2500\n")]
     assert capsys.readouterr().out == "".join(expected)
 

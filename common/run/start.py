@@ -47,7 +47,7 @@ from common.run.prepare import (
     prepare_run,
     spare_classes,
 )
-from common.run.run import Run, read_evaluations
+from common.run.run import Run, read_records
 from common.task import Task, named_root
 from common.text import first_line, print_wrapped
 
@@ -199,7 +199,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
 
 def _describe_finished(output: Path, step: int, remedy: str) -> str:
     """Return why nothing is trained in the folder of a finished run."""
-    evaluations = read_evaluations(output)
+    evaluations = read_records(output, "eval")
     top1 = f"{evaluations[-1]['top1']:.4f}" if evaluations else "?"
     return (
         f"{output}: this run is finished, at step {step} with top1={top1}; nothing was "
@@ -210,7 +210,7 @@ def _describe_finished(output: Path, step: int, remedy: str) -> str:
 def _refuse_finished_record(output: Path) -> None:
     """Raise `UserError` for a run without checkpoints whose last step was evaluated."""
     last_step = read_about(output, ConfigFile)["plan"]["last_step"]
-    if any(record["step"] >= last_step for record in read_evaluations(output)):
+    if any(record["step"] >= last_step for record in read_records(output, "eval")):
         raise UserError(
             f"{output} holds a finished run without checkpoints, whose record would be "
             "overwritten; choose another --output, or remove it"

@@ -54,6 +54,7 @@ CHARTS = {
     "top5": Chart("Top-5 accuracy, %", 100),
     "lr": Chart("Learning rate"),
     "grad_norm": Chart("Gradient norm before clipping"),
+    "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
     "skipped": Chart("Updates skipped so far"),
     "samples_per_s": Chart("Images per second, all GPUs"),
     "mfu": Chart("Model FLOPs utilisation, %", 100),
@@ -174,6 +175,7 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
             "EVAL_EVERY"
         )
     last = evaluations[-1]
+    noise_scale = train[-1].get("noise_scale")
     origin = result_columns(about)
     return {
         "date": origin.pop("date"),
@@ -185,6 +187,7 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
         "steps": last["step"],
         "first_loss": f"{train[0]['loss']:.4f}",
         "last_loss": f"{train[-1]['loss']:.4f}",
+        "noise_scale": "" if noise_scale is None else f"{noise_scale:.0f}",
         "top1": f"{last['top1']:.4f}",
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
@@ -297,6 +300,12 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
         kinds = _plot(axes, runs, name, chart.scale)
         if not kinds:
             continue
+        if name == "noise_scale":
+            axes.set_yscale("log")
+            for color, run in zip(color_runs(len(runs)), runs, strict=True):
+                batch = run.about.get("plan", {}).get("total_batch")
+                if batch:
+                    axes.axhline(batch, color=color, linestyle="--", linewidth=0.8)
         title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {losses}; evaluation: cross-entropy)"

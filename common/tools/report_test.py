@@ -90,10 +90,10 @@ def test_summary(tmp_path, monkeypatch, drawn):
         evaluation(4, 0.5),
     ]
     # two fields that nobody named: one is no number
-    others = {"time": 12400.0, "score": 0.25, "note": "text"}
+    others = {"time": 12400.0, "score": 0.25, "note": "text", "noise_scale": 30.0}
     records += [train(5, loss=2.3456789, samples_per_s=None) | others]
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
-    plan = {"last_step": 5, "gpus": 8}
+    plan = {"last_step": 5, "gpus": 8, "total_batch": 256}
     starts = [
         {"started": 940.0},
         {"started": 8000.0},
@@ -133,12 +133,14 @@ def test_summary(tmp_path, monkeypatch, drawn):
         f"Loss (training: {mixed}) (line: train, dots: eval)",
         "Top-1 accuracy, %",
         "Top-5 accuracy, %",
+        "Gradient noise scale, images (dashed: the batch)",
         "Images per second, all GPUs",
         "score",
     ]
     evaluated = [[0, math.nan], [1, 2], [2, 1], [3, 3], [4, 1]]
     assert str(drawn[0]) == str([[[5.0, 2.3456789]], [[float(x), float(y)] for x, y in evaluated]])
     assert drawn[1] == [[[0, 90], [1, 75], [2, 75], [3, 75], [4, 50]]]
+    assert drawn[3] == [[[5, 30]], [[0, 256], [1, 256]]]
     assert drawn[-1] == [[[5, 0.25]]]
 
 
@@ -222,9 +224,10 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
         hardware=CPU,
     )
     records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
+    records[2]["noise_scale"] = 1934.4
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
-    row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,0.7500,1.0000,8,11.0'
+    row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,1.0000,8'
     assert (
         capsys.readouterr().out
-        == f"{row},python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
+        == f"{row},11.0,python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
     )

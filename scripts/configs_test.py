@@ -93,6 +93,9 @@ def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch):
     page = (ROOT / "docs" / "parallel-modes.md").read_text().replace("\\\n", "")
     train_dali.main(re.search("train_dali.py (.* --links .*)", page)[1].split())
     assert capsys.readouterr().out in page
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    train_dali.main(re.search("train_dali.py (.*--images-per-s .*)", page)[1].split())
+    assert re.search("```text\n.*\n([^`]+)```", page)[1] in capsys.readouterr().out
 
 
 def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):

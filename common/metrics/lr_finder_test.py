@@ -96,18 +96,19 @@ def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
 
 
 def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, capsys):
-    output = train(data, tmp_path / "run", "gradient_accumulation=2", flags=["--profile", "2"])
+    settings = "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 14)]"  # the whole batch at once
+    output = train(data, tmp_path / "run", *settings, flags=["--profile", "2"])
     events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
-    # of a micro-batch: qkv, projection and two layers of the MLP in a block, the patch embedding,
-    # and the head
-    assert names.count("aten::linear") == 2 * 2 * (4 * MODEL["depth"] + 2)
+    # qkv, projection and two layers of the MLP in a block, the patch embedding, and the head
+    assert names.count("aten::linear") == 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
     said = capsys.readouterr().out
     assert said.startswith(
         "7 steps instead of training; nothing is saved but trace.json and operators.txt,"
     )
+    assert "\nIMAGE_SIZES: 8 pixels, the first size, in all steps\n" in said
     assert table in said
     assert "Self CPU %" in table
     assert sorted(os.listdir(output)) == [".lock", "profile"]

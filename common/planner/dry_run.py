@@ -19,7 +19,7 @@ from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_images_per_s
 from common.optim.build import layers_above
 from common.planner.cluster import DECODE, LATENCY, Cluster
-from common.planner.prediction import ASSUMED_MFU, USABLE, Planner, Prediction
+from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
 from common.text import counted, format_table, print_wrapped
 
 INDENT = 23
@@ -49,14 +49,17 @@ def print_dry_run(
     planner = Planner(config, plan, cluster)
     prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
     rows = _describe_plan(config, plan, data)
-    rows["memory per GPU"] = _describe_memory(prediction, cluster)
+    phases = planner.predict_phases(prediction)
+    # that of full size, unless smaller images have larger micro-batches
+    largest = max((phase.prediction for phase in phases), key=lambda each: each.estimate.peak)
+    rows["memory per GPU"] = _describe_memory(largest, cluster)
     if not is_compared:
         rows["time"] = (
-            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
+            f"{_describe_time(phases, images)}, on {counted(plan.gpus, cluster.gpu)}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
         if not torch.cuda.is_available():
-            rows["time here"] = f"at least {_least_time(config, plan, images)}, on this CPU"
+            rows["time here"] = f"at least {_least_time(config, phases, images)}, on this CPU"
     rows |= notes
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
@@ -66,9 +69,45 @@ def print_dry_run(
     for name, value in rows.items():
         if value:
             print_wrapped(f"{name:<{INDENT}}{value}", INDENT)
+    if len(plan.resolutions) > 1:
+        _print_phases(config, phases, prediction, images)
     _print_changed_keys(config)
     if is_compared:
         _print_modes(planner, images)
+
+
+def _print_phases(
+    config: Mapping[str, Any], phases: Sequence[Phase], full: Prediction, images: int
+) -> None:
+    """Print a table of the sizes of images, and what they save."""
+    rows = []
+    for phase in phases:
+        flops = _count_flops(config, [phase]) / phase.epochs
+        time = _format_time(*_count_seconds([phase], images))
+        row = {
+            "epochs": f"{phase.begin + 1}-{phase.end}",
+            "pixels": phase.image_size,
+            "batch": _describe_batch(phase.prediction),
+            "GFLOP/image": f"{flops / 1e9:.3g}",
+            "GB": f"{phase.prediction.estimate.peak / 1e9:.2f}",
+            "time": f"*{time}" if phase.prediction.waits else time,
+        }
+        rows.append(row)
+    print(f"\n{format_table(rows)}")
+    totals = []
+    without = [Phase(0, phases[-1].end, config["MODEL"]["image_size"], full)]
+    for way in (phases, without):
+        petaflops = float(f"{images * _count_flops(config, way) / 1e15:.3g}")
+        totals.append(f"{petaflops:,g} PFLOP, {_format_time(*_count_seconds(way, images))}")
+    waits = "; * waits for decoding" if any(phase.prediction.waits for phase in phases) else ""
+    print_wrapped(f"together {totals[0]}; without IMAGE_SIZES {totals[1]}{waits}")
+
+
+def _count_flops(config: Mapping[str, Any], phases: Sequence[Phase]) -> float:
+    """Return the FLOPs of all epochs for one image."""
+    model = config["MODEL"]
+    frozen = config["FREEZE"]
+    return sum(phase.epochs * flops_per_image(model, frozen, phase.image_size) for phase in phases)
 
 
 def _print_changed_keys(config: Mapping[str, Any]) -> None:
@@ -127,6 +166,11 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
         # the defaults of these keys are the model's
         data = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
         rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {data}"
+    if config["IMAGE_SIZES"]:
+        sizes = [f"{each.image_size} pixels to epoch {each.end}" for each in plan.resolutions]
+        if len(sizes) == 1:  # of a range test or a profile
+            sizes = [f"{plan.resolutions[0].image_size} pixels, the first size, in all steps"]
+        rows["IMAGE_SIZES"] = ", ".join(sizes)
     if config["EMA"]:
         steps = f"{1 / (1 - config['EMA']):,.0f}"
         rows["EMA"] = (
@@ -199,22 +243,39 @@ def _print_modes(planner: Planner, images: int) -> None:
     # by the slower time, as it is not certain that sending overlaps with computing
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
-    print_wrapped(f"{_describe_time(best, planner.plan, images)}, without evaluation")
+    phases = planner.predict_phases(best)
+    print_wrapped(f"{_describe_time(phases, images)}, without evaluation")
 
 
-def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
+def _describe_time(phases: Sequence[Phase], images: int) -> str:
     """Return how long the training of the plan takes."""
-    steps = plan.epochs * images / prediction.total_batch
-    time = _format_time(steps * prediction.fastest_step, steps * prediction.slowest_step)
-    limit = " (the host's limit)" if prediction.waits else ""
-    return f"{plan.epochs} epochs of {images:,} images: {time}{limit}"
+    time = _format_time(*_count_seconds(phases, images))
+    limit = " (the host's limit)" if any(phase.prediction.waits for phase in phases) else ""
+    return f"{phases[-1].end} epochs of {images:,} images: {time}{limit}"
 
 
-def _least_time(config: Mapping[str, Any], plan: Plan, images: int) -> str:
+def _count_seconds(phases: Sequence[Phase], images: int) -> tuple[float, float]:
+    """Return the seconds of the best and of the worst case."""
+    fast = 0.0
+    slow = 0.0
+    for phase in phases:
+        steps = phase.epochs * images / phase.prediction.total_batch
+        fast += steps * phase.prediction.fastest_step
+        slow += steps * phase.prediction.slowest_step
+    return fast, slow
+
+
+def _describe_batch(prediction: Prediction) -> str:
+    return f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}"
+
+
+def _least_time(config: Mapping[str, Any], phases: Sequence[Phase], images: int) -> str:
     """Return the time of training on this CPU at its peak."""
     cpu = torch.device("cpu")
     rate = peak_images_per_s(config["MODEL"], config["fp16"], 1, cpu, config["FREEZE"])
-    return _format_time(*[plan.epochs * images / rate] * 2)
+    # in epochs of images of full size
+    epochs = _count_flops(config, phases) / flops_per_image(config["MODEL"], config["FREEZE"])
+    return _format_time(*[epochs * images / rate] * 2)
 
 
 def _format_time(low: float, high: float) -> str:
@@ -266,7 +327,7 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     inside, between = cluster.sent(estimate.nbytes)
     row = {
         "mode": prediction.mode,
-        "batch": f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}",
+        "batch": _describe_batch(prediction),
         "GB": f"{estimate.peak / 1e9:.2f}",
         "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
         "step ms": "does not fit",

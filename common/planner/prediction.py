@@ -73,6 +73,20 @@ class Prediction:
         return self.total_batch / self.slowest_step, self.total_batch / self.fastest_step
 
 
+@dataclass(frozen=True)
+class Phase:
+    """The epochs of one size of images."""
+
+    begin: int  # epochs completed before
+    end: int
+    image_size: int
+    prediction: Prediction  # of its steps
+
+    @property
+    def epochs(self) -> int:
+        return self.end - self.begin
+
+
 class Planner:
     """Predict the steps of a config's plan on a cluster.
 
@@ -129,12 +143,32 @@ class Planner:
         stated = self.config["MICRO_BATCH_SIZE"]
         # no GPU holds more than 65,536 images
         sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)
-        config = {
-            **self.config,
-            "parallel": {"tensor": tensor},
-            "zero": {"stage": zero} if zero else None,
-        }
-        return self.predict_largest(config, samples, sizes)
+        return self.predict_largest(self._split_config(tensor, zero), samples, sizes)
+
+    def _split_config(self, tensor: Mapping[str, Any], zero: int | None) -> dict[str, Any]:
+        """Return the config with the model split in another way."""
+        zero_options = {"stage": zero} if zero else None
+        return {**self.config, "parallel": {"tensor": tensor}, "zero": zero_options}
+
+    def predict_phases(self, full: Prediction) -> list[Phase]:
+        """Return the phases of a run, given the prediction for images of MODEL's size."""
+        config = self._split_config(full.tensor, full.zero)
+        samples = full.micro_batch * full.accumulation
+        phases = []
+        begin = 0
+        for resolution in self.plan.resolutions:
+            micro_batch = full.micro_batch
+            is_larger = resolution.micro_batch > self.plan.micro_batch
+            if is_larger and samples % resolution.micro_batch == 0:
+                micro_batch = resolution.micro_batch
+            size = resolution.image_size
+            prediction = full
+            if (size, micro_batch) != (config["MODEL"]["image_size"], full.micro_batch):
+                prediction = self.predict(config, micro_batch, samples // micro_batch, size)
+            if resolution.end > begin:
+                phases.append(Phase(begin, resolution.end, size, prediction))
+            begin = resolution.end
+        return phases
 
     def predict_largest(
         self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]
@@ -179,10 +213,17 @@ class Planner:
             values["MICRO_BATCH_SIZE"] = prediction.micro_batch
         return " ".join(f"--set {key}={value}" for key, value in values.items())
 
-    def predict(self, config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Prediction:
-        """Return the prediction for the mode of ``config`` and this micro-batch."""
+    def predict(
+        self,
+        config: Mapping[str, Any],
+        micro_batch: int,
+        accumulation: int,
+        image_size: int | None = None,
+    ) -> Prediction:
+        """Return the prediction for the mode of ``config``, this micro-batch and size of images."""
         tensor = config["parallel"]["tensor"]
-        estimate = estimate_step(config, self.plan.gpus, micro_batch, accumulation)
+        place = self.plan.gpus, micro_batch, accumulation
+        estimate = estimate_step(config, *place, image_size=image_size)
         decoding = micro_batch * accumulation / self.cluster.decode
         slow, fast = self._step_times(estimate, accumulation)
         fastest_step = max(fast, decoding)

@@ -153,18 +153,21 @@ def estimate_step(
     micro_batch: int,
     accumulation: int = 1,
     device: str = "cuda",
+    image_size: int | None = None,
 ) -> StepEstimate:
     """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches.
 
-    ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
+    ``config`` is a whole one, with ``parallel`` resolved; ``image_size`` is MODEL's by default.
+    Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
     # the device's default, which may not be that of the CPU that estimates
     fp16 = config["fp16"] or {}
     config = {**config, "fp16": {**fp16, "dtype": name_dtype(compute_dtype(fp16, device))}}
+    size = image_size or config["MODEL"]["image_size"]
     return (
         _process(os.getpid())
-        .submit(_estimate, config, processes, micro_batch, accumulation, device)
+        .submit(_estimate, config, processes, micro_batch, accumulation, device, size)
         .result()
     )
 
@@ -180,7 +183,12 @@ def _process(parent: int) -> ProcessPoolExecutor:
 
 
 def _estimate(
-    config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
+    config: Mapping[str, Any],
+    processes: int,
+    micro_batch: int,
+    accumulation: int,
+    device: str,
+    image_size: int,
 ) -> StepEstimate:
     depth = count_blocks(config["MODEL"])
     # A model of this many blocks is counted, and one with another; the rest is extrapolated.
@@ -199,9 +207,9 @@ def _estimate(
     }
     with fake_launch(launched, processes), _choosing_as_on(device):
         if depth <= shallow + 1:
-            return _estimate_depth(config, depth, micro_batch, accumulation)
-        first = _estimate_depth(config, shallow, micro_batch, accumulation)
-        second = _estimate_depth(config, shallow + 1, micro_batch, accumulation)
+            return _estimate_depth(config, depth, micro_batch, accumulation, image_size)
+        first = _estimate_depth(config, shallow, micro_batch, accumulation, image_size)
+        second = _estimate_depth(config, shallow + 1, micro_batch, accumulation, image_size)
     return _extend(first, second, depth - shallow)
 
 
@@ -225,7 +233,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 
 
 def _estimate_depth(
-    config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int
+    config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int, image_size: int
 ) -> StepEstimate:
     """Estimate a step of the model with ``depth`` blocks, 0 for those that it has."""
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
@@ -236,9 +244,7 @@ def _estimate_depth(
         reduce_without_waiting(engine)
         engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
-        counts = _count_step(
-            engine, memory, micro_batch, config["MODEL"]["image_size"], accumulation
-        )
+        counts = _count_step(engine, memory, micro_batch, image_size, accumulation)
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
         counts["training_peak"] += state  # created by the first update
         weights = _nbytes([*named_shards(model).values(), *averages.values()])

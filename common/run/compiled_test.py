@@ -52,6 +52,7 @@ inductor = partial(slow, "inductor")
         ("aot_eager", "True", 1, [AUTOCAST, *DROPS], WHOLE, 0.2),  # random numbers in another order
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], WHOLE, 1e-4),
         slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], WHOLE, 1e-5),
+        ("aot_eager", "True", 1, ["IMAGE_SIZES=[(1, 8, 16)]", "MAX_STEPS=6"], (3, 0), 1e-5),
         inductor("max-autotune", 1, ["MODEL.init_values=0.1"], WHOLE, 1e-5),
         inductor(
             "True", 1, ["INIT={eager}", "FREEZE=body", "EMA=0.5", "EVAL_EVERY=1"], WHOLE, 1e-5
@@ -64,7 +65,7 @@ inductor = partial(slow, "inductor")
     ],
 )
 def test_losses_names_and_graphs(
-    backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path
+    backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path, capfd
 ):
     settings, outcomes = [setting.format(eager=eager) for setting in settings], []
     for compiled, expected in (("False", (0, 0)), (how, graphs)):
@@ -74,6 +75,8 @@ def test_losses_names_and_graphs(
         outcomes.append([record["loss"] for record in read_metrics(output)])
         assert open_run(str(output)).load_weights()
     assert outcomes[1] == pytest.approx(outcomes[0], rel=tolerance)
+    # each size of images has its own, which is said
+    assert capfd.readouterr().out.count(", 1 graph compiled\n") == 2 * (graphs == (3, 0))
 
 
 def test_a_compiler_that_fails_is_one_line_with_the_remedy(data, tmp_path):

@@ -76,10 +76,11 @@ class Engine(UpstreamEngine):
         # by the norm over all shards, the same on all ranks
         optimizer.clip_gradients()
         if self.noise_scale:
+            # which reads the norm before clipping, and no weights
             schedule: Any = self.schedule
             norm = optimizer.grad_norm
             self.noise_scale.add_step(norm, optimizer.scaler, schedule.batch_size)
-        # or skip it on all ranks, without the host knowing, where that norm is not finite
+        # skipped on all ranks, without the host knowing, where that norm is not finite
         optimizer.update()
         yield result
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
@@ -55,16 +54,13 @@ class Trainer(UpstreamTrainer):
 
     def __init__(self, engine: Engine, timer: Any = None, logger: Any = None):
         super().__init__(engine, timer=timer, logger=logger)
+        self.device = engine.device
         self.step = self.epoch_step = self.evaluated_step = 0
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
         # until `fit`: an `evaluate` before it shows no bar
         self._is_silent = True
         self._schedules: dict[LRScheduler, bool] = {}  # and whether each is stepped by epoch
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the training between two optimizer steps."""

@@ -50,9 +50,8 @@ def test_groups_that_are_refused(parallel, message):
 
 
 def test_a_cube_is_a_cube():
-    assert (
-        resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64
-    )  # whose root is 3.9999999999999996
+    # whose root is 3.9999999999999996
+    assert resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,10 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
 
 def _take_samples(_: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
     """Return this rank's samples of the images [B, C, Y, X]."""
-    shares = inputs[0].unflatten(0, (gpc.get_world_size(group), -1))
-    return (shares[gpc.get_local_rank(group)],)
+    (images,) = inputs
+    shares = images.unflatten(0, (gpc.get_world_size(group), -1))
+    rank = gpc.get_local_rank(group)
+    return (shares[rank],)
 
 
 def _gather_samples(
@@ -129,10 +131,12 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Give all data-parallel ranks the first one's `kept_buffers`."""
-    group = gpc.get_ranks_in_group(ParallelMode.DATA)
-    if len(group) > 1:
-        for buffer in kept_buffers(model).values():
-            dist.broadcast(buffer, group[0], group=gpc.get_group(ParallelMode.DATA))
+    ranks = gpc.get_ranks_in_group(ParallelMode.DATA)
+    if len(ranks) == 1:
+        return
+    group = gpc.get_group(ParallelMode.DATA)
+    for buffer in kept_buffers(model).values():
+        dist.broadcast(buffer, ranks[0], group=group)
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -153,8 +157,9 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
         return value
     full = _pad_with_zeros(shard, value)
     group = sharing_group([parameter])
+    first = gpc.get_ranks_in_group(group)[0]
     # a sum of what is 0 elsewhere: one collective, whatever the layout
-    dist.reduce(full, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
+    dist.reduce(full, first, group=gpc.get_group(group))
     return full if gpc.get_local_rank(group) == 0 else None
 
 
@@ -213,7 +218,8 @@ def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
     """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
     full = value.new_zeros(shard.shape)
     # the sum over ranks has to have each element once
-    if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
+    is_first = shard.copies is None or gpc.get_local_rank(shard.copies) == 0
+    if is_first:
         shard.write(value, full)
     return full
 

@@ -92,15 +92,15 @@ def find_splits(root: Path) -> dict[str, Path]:
     {} means class folders. Raises `UserError` for a split beside other folders, and for a second
     folder of a split.
     """
-    found = {}
+    by_split = {}
     others = []
     for name in list_folders(root):
         split = SPLIT_NAME.fullmatch(name)
         if not split:
             others.append(name)
         elif list_folders(root / name) or _has_images(root / name):  # else tars, or nothing
-            found.setdefault(SPLITS[split[1].lower()], []).append(root / name)
-    for split, folders in found.items():
+            by_split.setdefault(SPLITS[split[1].lower()], []).append(root / name)
+    for split, folders in by_split.items():
         beside = [*folders[1:], *others]
         if beside:
             raise UserError(
@@ -108,7 +108,7 @@ def find_splits(root: Path) -> dict[str, Path]:
                 f"{list_some([*map(str, beside)])}; sort classes into train/<class>/*, "
                 "val/<class>/* and test/<class>/*, and rename or move other folders"
             )
-    return {split: folder for split, (folder, *_) in found.items()}
+    return {split: folders[0] for split, folders in by_split.items()}
 
 
 def _check_levels(folder: Path, classes: Sequence[str]) -> None:
@@ -133,9 +133,8 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
     They are sorted, without hidden ones. The other files are added to ``ignored``. A folder that
     cannot be read raises OSError.
     """
-    found = []
+    images = []
     visited = set()
-    others = [] if ignored is None else ignored
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
         # in place: os.walk follows what is left
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
@@ -145,9 +144,14 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
             continue
         visited.add(target)
         for name in names:
-            if not _is_hidden(name):
-                (found if _is_image(name) else others).append(Path(folder, name))
-    return sorted(found)
+            if _is_hidden(name):
+                continue
+            path = Path(folder, name)
+            if _is_image(name):
+                images.append(path)
+            elif ignored is not None:
+                ignored.append(path)
+    return sorted(images)
 
 
 def _raise_if_there(error: OSError) -> None:
@@ -156,12 +160,12 @@ def _raise_if_there(error: OSError) -> None:
         raise error
 
 
-def check_class_names(names: Iterable[str], place: Path) -> None:
+def check_class_names(names: Iterable[str], path: Path) -> None:
     """Raise `UserError` for a name that a line of text, JSON or a terminal cannot hold."""
     for name in names:
         if UNPRINTABLE.search(name):
             raise UserError(
-                f"{place}: class {printable(name)[:200]} has a control character, a line separator "
+                f"{path}: class {printable(name)[:200]} has a control character, a line separator "
                 "or bytes that are not UTF-8 in its name: rename it"
             )
 
@@ -192,14 +196,14 @@ def list_classes(
     ]
 
 
-def note_missing(place: str, class_names: Sequence[str], labels: np.ndarray) -> str:
-    """Return ``place``, and which classes none of ``labels`` is of."""
+def note_missing(origin: str, class_names: Sequence[str], labels: np.ndarray) -> str:
+    """Return ``origin``, and which classes none of ``labels`` is of."""
     present = {*labels.tolist()}
     missing = [name for label, name in enumerate(class_names) if label not in present]
     if not missing:
-        return place
+        return origin
     share = f"{len(missing)} of {len(class_names)} classes"
-    return f"{place}; no images of {share}: {list_some(missing)}"
+    return f"{origin}; no images of {share}: {list_some(missing)}"
 
 
 def list_splits(

@@ -116,7 +116,7 @@ class MixupLoss(nn.Module):
         loss = self._cross_entropy(logits.float(), target)
         if other is None or share is None:
             return loss
-        # the loss is linear in the target, so that the losses may be blended in its place
+        # cross-entropy is linear in the target: blending losses is blending targets
         return torch.lerp(self._cross_entropy(logits.float(), other), loss, share)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:

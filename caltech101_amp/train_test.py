@@ -1,6 +1,4 @@
-"""A miniature of the data set: found, unpacked, split; trained on in one process and two, in every
-precision.
-"""
+"""A miniature of the data set is unpacked, split, and trained on in every precision."""
 
 import hashlib
 import json
@@ -32,9 +30,7 @@ SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.d
 
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
-    """A miniature that counts as complete: images of a colour for each category, and the background
-    folder.
-    """
+    """A miniature that counts as complete: images of a colour for each category, and clutter."""
     monkeypatch.setattr(task, "CATEGORIES", len(NAMES))
     monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
     task._open.cache_clear()
@@ -70,28 +66,24 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     for key in ("crop_padding", "window", "loader"):
         with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
             task.describe_data({key: 9})
+    roots = [root, root / task.FOLDER, tmp_path]
     for name in ("tar", "zip", "torchvision"):
-        (tmp_path / name).mkdir()
+        roots.append(tmp_path / name)
+        roots[-1].mkdir()
     archive = "101_ObjectCategories.tar.gz"  # in caltech-101.zip
-    tar_path, zip_path = tmp_path / "tar" / archive, tmp_path / "zip" / "caltech-101.zip"
+    tar_path = tmp_path / "tar" / archive
+    zip_path = tmp_path / "zip/caltech-101.zip"
     with tarfile.open(tar_path, "w:gz") as tar:
         tar.add(root / task.FOLDER, task.FOLDER)
     with zipfile.ZipFile(zip_path, "w") as container:
         container.write(tar_path, f"caltech-101/{archive}")
-    (
-        tmp_path / "zip" / task.OUTER_FOLDER
-    ).mkdir()  # what is left when a damaged tar in it is removed
+    # what is left when a damaged tar in it is removed
+    (tmp_path / "zip" / task.OUTER_FOLDER).mkdir()
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
     (tmp_path / "torchvision" / "caltech101").symlink_to(root)
     run_ranks(4, task._unpack, tmp_path / "tar", False)
-    places = (
-        root,
-        root / task.FOLDER,
-        tmp_path,
-        *(tmp_path / name for name in ("tar", "zip", "torchvision")),
-    )
-    assert len({open_at(place).fingerprint for place in places}) == 1
+    assert len({open_at(folder).fingerprint for folder in roots}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The loaders: evaluation and augmentation as torchvision's, batches on a GPU, and what is
-refused.
-"""
+"""The loaders: evaluation and augmentation as torchvision's, on a GPU too; what is refused."""
 
 from functools import partial
 
@@ -111,16 +109,7 @@ def test_images_of_another_size_and_keys_without_effect_are_refused(data):
         UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"
     ):
         build_train(data, image_size=32)
-    for key in (
-        "loader",
-        "workers",
-        "crop",
-        "crop_scale",
-        "crop_ratio",
-        "window",
-        "randaugment",
-        "order",
-        "block",
-    ):
+    keys = "loader workers crop crop_scale crop_ratio window randaugment order block"
+    for key in keys.split():
         with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
             describe_data(data | {key: 9})

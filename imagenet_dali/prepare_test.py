@@ -1,6 +1,4 @@
-"""The preparation command from images to a data set: its content, its refusals, and a kill in the
-middle.
-"""
+"""The preparation command: the data set that it makes, its refusals, and a kill in the middle."""
 
 import io
 import os
@@ -22,24 +20,21 @@ from imagenet_dali.testing import jpeg, write_images
 
 
 def test_another_tool_reads_every_image_once(prepared):
-    source, seen = prepared.parent / "images", []
-    strings = dict.fromkeys(
-        ("image/encoded", "image/filename", "image/format", "image/class/text"), "byte"
-    )
-    numbers = dict.fromkeys(("image/class/label", "image/height", "image/width"), "int")
+    source = prepared.parent / "images"
+    seen = []
+    strings = [f"image/{name}" for name in ("encoded", "filename", "format", "class/text")]
+    numbers = [f"image/{name}" for name in ("class/label", "height", "width")]
+    types = dict.fromkeys(strings, "byte") | dict.fromkeys(numbers, "int")
     for name, count in (("train", 240), ("validation", 60)):
         split = open_split(prepared, name)
         assert len(split) == count
         for shard in split.shards:
-            for record in tfrecord.tfrecord_loader(str(shard), None, strings | numbers):
+            for record in tfrecord.tfrecord_loader(str(shard), None, types):
                 image, filename, kind, text = (bytes(record[key]) for key in strings)
                 label, *size = (int(record[key][0]) for key in numbers)
                 path = source / filename.decode()
-                assert (kind, text.decode(), path.parent.name) == (
-                    b"JPEG",
-                    f"class_{label}",
-                    f"class_{label}",
-                )
+                assert kind == b"JPEG"
+                assert text.decode() == path.parent.name == f"class_{label}"
                 assert path.read_bytes() == image
                 assert size == list(Image.open(io.BytesIO(image)).size)[::-1]
                 seen.append(path)
@@ -48,26 +43,14 @@ def test_another_tool_reads_every_image_once(prepared):
 
 def test_stopped_and_killed_it_makes_the_same(tmp_path):
     source, dest = write_images(tmp_path / "images", 300), tmp_path / "data"
-    command = [
-        sys.executable,
-        "-m",
-        "imagenet_dali.prepare",
-        source,
-        dest,
-        "--workers",
-        "2",
-        "--shards",
-        "400",
-    ]
+    words = ["-m", "imagenet_dali.prepare", "--workers", "2", "--shards", "400"]
+    command = [sys.executable, *words, source, dest]
     options = dict(
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True
     )
     done: dict[str, int] = {}
-    for number, stop in (
-        (signal.SIGINT, os.killpg),
-        (signal.SIGTERM, os.killpg),
-        (signal.SIGKILL, os.kill),
-    ):
+    stops = {signal.SIGINT: os.killpg, signal.SIGTERM: os.killpg, signal.SIGKILL: os.kill}
+    for number, stop in stops.items():
         process = subprocess.Popen(command, cwd=ROOT, **options)
         wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) > len(done))  # noqa: B023
         workers = [child.pid for child in psutil.Process(process.pid).children()]
@@ -77,14 +60,11 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         if number == signal.SIGKILL:
             assert process.returncode == -number
         else:
-            assert (process.returncode, stderr) == (
-                128 + number,
-                "stopped; rerun the command to resume\n",
-            )
-        shards = {
-            path: (dest / "train" / path.stem).stat().st_mtime_ns
-            for path in dest.glob(".partial/train/*.json")
-        }
+            assert process.returncode == 128 + number
+            assert stderr == "stopped; rerun the command to resume\n"
+        shards = {}
+        for path in dest.glob(".partial/train/*.json"):
+            shards[path] = (dest / "train" / path.stem).stat().st_mtime_ns
         assert done.items() <= shards.items()
         done = shards
         assert len(done) < 400
@@ -181,18 +161,8 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
     assert read_folder(tmp_path) == before
 
 
-NAMES = [
-    "Cat",
-    "cat",
-    "-x",
-    " b ",
-    "100 %s",
-    "a,b;c|d=e",
-    "'a' \"b\"",
-    "<b>&amp;",
-    "\u00e9",
-    "n" * 255,
-]
+NAMES = ["Cat", "cat", "-x", " b ", "100 %s", "a,b;c|d=e", "'a' \"b\"", "<b>&amp;", "\u00e9"]
+NAMES += ["n" * 255]
 FILES = [b"0.jpg", b"\xff.jpg", b"a\nb\x1b[2J.jpg", b"-x %s#'\".jpg"]
 
 
@@ -206,9 +176,8 @@ def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
     main([str(images), str(tmp_path / "data"), "--workers=1", "--max-refused=0.03"])
     assert "\x1b" not in capsys.readouterr().out
     assert open_split(tmp_path / "data", "train").class_names == sorted(NAMES)
-    assert (
-        tmp_path / "data" / "refused.txt"
-    ).read_text() == "cat/link\\n.jpg\tNo such file or directory\n"
+    refused = (tmp_path / "data" / "refused.txt").read_text()
+    assert refused == "cat/link\\n.jpg\tNo such file or directory\n"
     (images / os.fsdecode(b"caf\xe9\n")).mkdir()
     with pytest.raises(
         UserError, match=r"class caf\\udce9\\n has a control character, a line separator or bytes"

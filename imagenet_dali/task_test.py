@@ -30,9 +30,7 @@ PLACED = {"image_size": 28, "device": torch.device("cpu")}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders ``{train,val}/{ape,bee}/`` of 24 and 10 images; beside it they are prepared in
-    ``shards``.
-    """
+    """Folders ``{train,val}/{ape,bee}/`` of 24 and 10 images; beside it are ``shards`` of them."""
     folder = tmp_path_factory.mktemp("photographs")
     for split, per_class in (("train", 12), ("val", 5)):
         write_images(folder / "images" / split, per_class, ("ape", "bee"))

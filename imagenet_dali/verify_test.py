@@ -1,6 +1,4 @@
-"""`--check` finds all damage; `--adopt` takes good shards made elsewhere unchanged and refuses all
-else.
-"""
+"""`--check` finds all damage; `--adopt` takes good shards of others unchanged, and no others."""
 
 import json
 import re
@@ -65,9 +63,8 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
     (tmp_path / "test-0").write_text("left out")
     for split in ("train", validation):
         for n in range(2):
-            write_foreign(
-                shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5]
-            )
+            shard = tmp_path / names.format(split=split, n=n)
+            write_foreign(shard, samples[5 * n : 5 * n + 5])
             shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
             shard.with_name(".hidden").write_text("0 1\n")
     if base:

@@ -13,18 +13,12 @@ from common.data.auto_augment import AutoAugment, RandAugment
 RANDOM = np.random.default_rng(0)
 NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
 IMAGE = Image.fromarray(NOISE).resize((31, 20), Image.Resampling.BICUBIC)
-ROUNDED = (
-    "Contrast",
-    "Color",
-    "Sharpness",
-    "AutoContrast",
-)  # where the last bit of a value may differ
+# where the last bit of a value may differ
+ROUNDED = ("Contrast", "Color", "Sharpness", "AutoContrast")
 
 
 def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
-    """Return torchvision's result where it draws ``numbers``: by pairs, one for the operation, one
-    for the sign.
-    """
+    """Return torchvision's result if it draws ``numbers``: in pairs, the operation and the sign."""
     pairs, signs = iter(numbers.reshape(-1, 2)), []
 
     def randint(count: int, _: tuple) -> int:
@@ -78,13 +72,11 @@ def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude
     numbers = np.array([[(which + 0.5) / 14, sign] for which in range(14) for sign in (0.2, 0.8)])
     for image in (IMAGE, IMAGE.crop((0, 0, 16, 20)), Image.new("RGB", IMAGE.size, (7, 0, 255))):
         batch = torch.from_numpy(np.array(image)).permute(2, 0, 1).repeat(28, 1, 1, 1)
-        for row, found in enumerate(
-            augment.augment_batch(batch, numbers).permute(0, 2, 3, 1).numpy()
-        ):
+        augmented = augment.augment_batch(batch, numbers).permute(0, 2, 3, 1).numpy()
+        for row, result in enumerate(augmented):
+            name = augment.names[row // 2]
             expected = np.asarray(augment(image, numbers[row]), int)
-            assert np.abs(found - expected).max() <= (augment.names[row // 2] in ROUNDED), (
-                augment.names[row // 2]
-            )
+            assert np.abs(result - expected).max() <= (name in ROUNDED), name
 
 
 def test_what_autoaugment_moves_in_a_batch_is_moved_as_in_an_image():

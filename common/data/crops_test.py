@@ -1,6 +1,4 @@
-"""Crops and normalisation against torchvision: the distribution of the random ones, the pixels of
-all.
-"""
+"""Crops against torchvision: the distribution of the random ones, the pixels of all."""
 
 from dataclasses import replace
 
@@ -23,7 +21,8 @@ DRAWS = 4000
 def test_crops_are_distributed_as_those_of_torchvision(height, width):
     uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=DRAWS, count=CROP_UNIFORMS)
     crops = RandomCrop()(np.full((DRAWS, 2), (height, width)), uniforms)
-    (top, left), (h, w) = crops.start.T.astype(float), crops.shape.T.astype(float)
+    top, left = crops.start.T.astype(float)
+    h, w = crops.shape.T.astype(float)
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
     params = [
@@ -44,9 +43,7 @@ def test_crops_are_distributed_as_those_of_torchvision(height, width):
 def shown_by_torchvision(
     image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray
 ) -> Image.Image:
-    """Return what torchvision's operations make of ``image``, with the draws of ``uniforms`` [1,
-    K].
-    """
+    """Return what torchvision makes of ``image``, with the draws of ``uniforms`` [1, K]."""
     interpolation = F.InterpolationMode(crop.interpolation)
     if isinstance(crop, CenterCrop):
         return F.center_crop(F.resize(image, crop.short_side, interpolation), size)
@@ -58,10 +55,7 @@ def shown_by_torchvision(
     else:
         resized = F.resize(image, size, interpolation)
         spaces = [resized.height + 8 - size, resized.width + 8 - size]
-        start = [
-            int(uniform * (space + 1))
-            for uniform, space in zip(uniforms[0, -3:-1], spaces, strict=True)
-        ]
+        start = (uniforms[0, -3:-1] * (np.array(spaces) + 1)).astype(int).tolist()
         cut = transforms.RandomCrop(size, padding=4, padding_mode="reflect")
         cut.get_params = lambda *_: (*start, size, size)
         shown = cut(resized)
@@ -98,11 +92,6 @@ def test_a_crop_shows_what_torchvision_shows(crop, size, interpolation):
         shown = crop_image(pixels, crop, size, uniforms)
         expected = shown_by_torchvision(Image.fromarray(pixels), crop, size, uniforms)
         difference = np.abs(np.asarray(shown, int) - np.asarray(expected, int))
-        assert difference.mean() < 0.5, (
-            height,
-            width,
-        )  # Pillow rounds and clips to 8 bits between its two passes,
-        assert difference.max() <= 1 or interpolation == "bicubic", (
-            height,
-            width,
-        )  # which matters to negative weights
+        # Pillow rounds to 8 bits between its two passes, which matters with negative weights
+        assert difference.mean() < 0.5
+        assert difference.max() <= 1 or interpolation == "bicubic"

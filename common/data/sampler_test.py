@@ -52,9 +52,7 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, 
     ("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)]
 )
 def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
-    """The same draws in each step from the same permutation; a sample's are in different
-    micro-batches.
-    """
+    """In each step; the draws of a sample are in different micro-batches."""
     order = torch.from_numpy(epoch_order(samples, 7, 2))
     monkeypatch.setattr(torch, "randperm", lambda count, generator: order)
     samplers = [
@@ -72,14 +70,9 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
-    draws = list(
-        TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3)
-    )  # the first here is row 2 of step 1
-    assert draws[7].uniforms[0].tolist() == [
-        0.44243122935824586,
-        0.205813289885728,
-        0.01969606774345667,
-    ]
+    draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))
+    row = draws[7].uniforms[0]  # row 2 of step 1
+    assert row.tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
     (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(
         3
     )
@@ -87,10 +80,9 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever():
 
 
 def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
-    """Read as a reader does: return the spans read, of which no more than ``most`` are held at a
-    time.
-    """
-    reads, held = [], set()
+    """Return the spans that a reader reads; it never holds more than ``most`` of them."""
+    reads = []
+    held = set()
     for draw in draws:
         for index, (first, end, is_last) in zip(
             draw.indices.tolist(), draw.spans.tolist(), strict=True
@@ -109,9 +101,7 @@ def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (64, 1), (8, 1), (2, 2)])
 def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size, repeats):
-    """There are 64 streams of about 16 blocks; where two streams meet they share a block, each with
-    its own part.
-    """
+    """Of 64 streams of about 16 blocks, two that meet share a block, each with its own part."""
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples, most = int(blocks[-1]), 4 * 64 // dp_size
     assert window_bytes(1, 4, dp_size) == most

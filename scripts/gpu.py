@@ -67,6 +67,7 @@ def write_row(**values: Any) -> None:
     """Add a row to the file at once, with where it is from, and print it."""
     print(json.dumps(values), flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
+    # on disk before the next is measured, which may crash the machine
     with ROWS.open("a") as file:
         file.write(json.dumps(values | {"run": _describe()}) + "\n")
         file.flush()
@@ -90,60 +91,70 @@ def speed(model: str) -> None:
     `MODELS`.
     """
     import bench
+
+    from common.model.vit import Attention
+
+    measure = partial(measure_step, model)
+    measure("ours", bench.ours)
+    measure("bare PyTorch", bench.bare)
+    measure("timm", bench.timm)
+    measure("ours, the recipe's dropout", bench.ours, True, "MODEL.dropout=0.1")
+    with mock.patch.object(Attention, "forward", attend_by_permute):
+        measure("ours, attention by permute", bench.ours)
+    measure("ours, again", bench.ours)  # how far a rate drifts within the piece
+    measure("ours, not compiled", bench.ours, False)
+    measure("bare PyTorch, compiled as a whole", bench.bare, "model")
+    measure("ours, max-autotune", bench.ours, "max-autotune")
+
+
+def measure_step(
+    model: str, name: str, train: Callable[[Any], None], how: bool | str = True, *more: str
+) -> None:
+    """Write a row of a variant's step; ``how`` is COMPILE, ``more`` are settings."""
+    import bench
     import torch
 
     from common.engine.groups import shutdown
     from common.engine.upstream import AMP_TYPE
     from common.launch.signals import stop_signals
     from common.model.flops import peak_images_per_s
-    from common.model.vit import Attention, attend
 
     shape = MODELS[model] | {"mlp_ratio": 4.0, "dropout": 0.0}
-    settings = [*(f"MODEL.{key}={value}" for key, value in shape.items())]
+    settings = [f"MODEL.{key}={value}" for key, value in shape.items()]
     settings.append(f"TOTAL_BATCH_SIZE={BATCH}")
+    steps, warm_up = (2, 1) if TINY else (30, 12)
+    work = bench.Work((*settings, *more), steps, warm_up, how)
+    # what the variant before has left: graphs that hold tensors, and compiled code
+    gc.collect()
+    torch.compiler.reset()
+    if bench.DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        train(work)
+    except Exception as error:  # the next may do
+        write_row(piece=f"speed-{model}", variant=name, error=f"{error!r:.300}")
+        return
+    finally:
+        stop_signals.restore()
+        shutdown()
+    images_per_s = BATCH / work.seconds
     bfloat16 = {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}
     peak = peak_images_per_s(shape, bfloat16, 1, torch.device(bench.DEVICE))
+    figures = {"ms": 1e3 * work.seconds, "images_per_s": images_per_s, "mfu": images_per_s / peak}
+    if bench.DEVICE == "cuda":
+        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures)
 
-    def measure(name: str, train: bench.Variant, how: bool | str = True, *more: str) -> None:
-        steps, warm_up = (2, 1) if TINY else (30, 12)
-        work = bench.Work((*settings, *more), steps, warm_up, how)
-        gc.collect()
-        torch.compiler.reset()
-        if bench.DEVICE == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            train(work)
-        except Exception as error:  # the next may do
-            write_row(piece=f"speed-{model}", variant=name, error=f"{error!r:.300}")
-            return
-        finally:
-            stop_signals.restore()
-            shutdown()
-        images_per_s = BATCH / work.seconds
-        figures = {"ms": 1e3 * work.seconds, "images_per_s": images_per_s}
-        figures["mfu"] = images_per_s / peak
-        if bench.DEVICE == "cuda":
-            figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures)
 
-    def permute(self: Attention, x_BND: torch.Tensor) -> torch.Tensor:
-        """Split queries, keys and values as timm does."""
-        qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
-        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
-        x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
-        return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
+def attend_by_permute(self: Any, x_BND: Any) -> Any:
+    """Split queries, keys and values as timm does, in place of `Attention.forward`."""
+    from common.model.vit import attend
 
-    measure("ours", bench.ours)
-    measure("bare PyTorch", bench.bare)
-    measure("timm", bench.timm)
-    measure("ours, the recipe's dropout", bench.ours, True, "MODEL.dropout=0.1")
-    with mock.patch.object(Attention, "forward", permute):
-        measure("ours, attention by permute", bench.ours)
-    measure("ours, again", bench.ours)
-    measure("ours, not compiled", bench.ours, False)
-    measure("bare PyTorch, compiled as a whole", bench.bare, "model")
-    measure("ours, max-autotune", bench.ours, "max-autotune")
+    qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
+    q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
+    x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
+    return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -436,7 +447,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "piece":
         run = PIECES[args.name].run
-        if isinstance(run, str):
+        if isinstance(run, str):  # pytest takes this process
             os.execv(sys.executable, [sys.executable, *PYTEST, "-k", run])
         run()
         return

@@ -4,7 +4,6 @@ import json
 import re
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -79,19 +78,13 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
 def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monkeypatch):
     save = Mock(wraps=curves.save_figure)
     monkeypatch.setattr(curves, "save_figure", save)
-    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(curves, "time", clock)
     (tmp_path / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "CUTMIX": 1.0}}')
     file, logger = JsonLines(tmp_path), curves.Curves(tmp_path)
     for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
         file(record)
     file.close()
-    for clock.now, record, drawings in (
-        (99.0, EVAL, 0),
-        (100.0, TRAIN, 0),
-        (100.0, EVAL, 2),
-        (199.0, EVAL, 2),
-    ):
+    for seconds, record, drawings in ((99, EVAL, 0), (0, TRAIN, 0), (0, EVAL, 2), (99, EVAL, 2)):
+        monkeypatch.setattr(curves, "DRAWING_EVERY", seconds)
         logger(record)
         assert save.call_count == drawings
     logger.close()

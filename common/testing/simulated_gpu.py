@@ -209,21 +209,26 @@ def simulate_gpu() -> SimulatedGpu:
     assert multiprocessing.parent_process(), (
         "the simulation cannot be undone: start it in a process of run_ranks"
     )
-    gpu, stream, event, name = SimulatedGpu(), mock.MagicMock(), mock.MagicMock(), "NVIDIA H200"
+    gpu = SimulatedGpu()
+    stream = mock.MagicMock()
+    event = mock.MagicMock()
+    name = "NVIDIA H200"
     stream.synchronize = event.synchronize = gpu.wait
     event.elapsed_time.return_value = 1.0
     answers = dict(
-        is_available=True, is_initialized=True, device_count=8, current_device=0, set_device=None
-    )
-    answers |= dict(
-        get_device_name=name, get_device_capability=(9, 0), is_bf16_supported=True, _lazy_init=None
-    )
-    answers |= dict(
+        is_available=True,
+        is_initialized=True,
+        device_count=8,
+        current_device=0,
+        set_device=None,
+        get_device_name=name,
+        get_device_capability=(9, 0),
         get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name),
+        is_bf16_supported=True,
+        _lazy_init=None,
         max_memory_allocated=0,
-    )
-    answers |= dict(is_current_stream_capturing=False, reset_peak_memory_stats=None)
-    answers |= dict(
+        reset_peak_memory_stats=None,
+        is_current_stream_capturing=False,
         Stream=stream,
         current_stream=stream,
         stream=nullcontext(),
@@ -232,7 +237,9 @@ def simulate_gpu() -> SimulatedGpu:
     )
     for key, value in answers.items():
         setattr(torch.cuda, key, lambda *_, value=value, **__: value)
-    generator, new_generator, init_group = gpu.generator, torch.Generator, dist.init_process_group
+    generator = gpu.generator
+    new_generator = torch.Generator
+    init_group = dist.init_process_group
     torch.cuda.default_generators = [generator]
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = generator.manual_seed
     torch.cuda.get_rng_state = lambda *_: generator.get_state()

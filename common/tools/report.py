@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
-from common.checkpoint.save import newest_checkpoint
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import own_file, short_path
@@ -67,21 +66,16 @@ CHARTS = {
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a finished or running run has written.
-
-    ``about`` is config.json; ``saved_step`` is that of the newest checkpoint.
-    """
+    """What a finished or running run has written; ``about`` is config.json."""
 
     name: str
     about: Mapping[str, Any]
     metrics: Sequence[Metrics]
-    saved_step: int = 0
 
     @property
     def steps(self) -> str:
-        """The optimizer steps that are done, and of how many if the run has not ended."""
-        # a run that was stopped has saved the steps since its last record
-        done = max([self.saved_step, *(line["step"] for line in self.metrics)])
+        """The optimizer steps up to the last record, and of how many if the run has not ended."""
+        done = max((line["step"] for line in self.metrics), default=0)
         planned = self.about.get("plan", {}).get("last_step", done)
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
@@ -159,9 +153,7 @@ def load_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
     about = read_about(folder, ConfigFile)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
-    newest = newest_checkpoint(folder / "checkpoints")
-    step = newest.name.removeprefix("step-") if newest else ""
-    return RecordedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
+    return RecordedRun(name, about, metrics)
 
 
 def result_row(run: RecordedRun) -> dict[str, Any]:

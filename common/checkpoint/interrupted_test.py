@@ -51,7 +51,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     """The result of the uninterrupted run."""
     output = tmp_path_factory.mktemp("whole") / "run"
     said = run(data, output).words
-    assert "from step 6 on: images of 16 x 16 pixels in micro-batches of 7 " in said
+    assert "from step 6: 16 x 16 pixels in micro-batches of 7 " in said
     return read_result(output)
 
 

@@ -10,7 +10,15 @@ from torchvision import transforms
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
-from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, RandomCrop, SimpleCrop, crop_image
+from common.data.crops import (
+    CROP_UNIFORMS,
+    CenterCrop,
+    Crop,
+    RandomCrop,
+    SimpleCrop,
+    at_size,
+    crop_image,
+)
 from common.data.sampler import sample_uniforms
 
 DRAWS = 4000
@@ -70,7 +78,7 @@ def shown_by_torchvision(
             (CenterCrop(size, short_side), size)
             for size, short_side in ((224, 256), (32, 36), (28, 28), (17, 20))
         ),
-        *((SimpleCrop(size, flip=size != 5), size) for size in (32, 17, 5)),
+        *((at_size(SimpleCrop(9, flip=size != 5), size), size) for size in (32, 17, 5)),
         (RandomCrop(), 224),
         (RandomCrop(flip=False), 5),
     ],

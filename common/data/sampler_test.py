@@ -6,9 +6,11 @@ import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from common.data.sampler import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, window_bytes
+from common.resolutions import Resolution
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
 SPLIT = dict(blocks=BLOCKS, window=3)
+OTHER = dict(resolutions=[Resolution(9, 8, 2, 1)])  # micro-batches of 2
 
 
 def build(
@@ -34,7 +36,7 @@ def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple
     return steps
 
 
-@pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}])
+@pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}, OTHER])
 @pytest.mark.parametrize(
     ("micro_batch", "dp_size"), [(8, 1), (8, 2), (4, 4), (2, 8), (12, 2), (8, 3), (1, 24)]
 )

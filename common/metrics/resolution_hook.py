@@ -36,8 +36,8 @@ class ResolutionHook(BaseHook):
         if self.is_main:
             size = self.current.image_size
             graphs = count_graphs() - self.graphs
+            compiled = f", {counted(graphs, 'graph')} compiled" if graphs else ""
             print_wrapped(
-                f"from step {trainer.step:,} on: images of {size} x {size} pixels in micro-batches "
-                f"of {self.current.micro_batch}"
-                + (f", {counted(graphs, 'graph')} compiled" if graphs else "")
+                f"from step {trainer.step:,}: {size} x {size} pixels in micro-batches of "
+                f"{self.current.micro_batch}{compiled}"
             )

@@ -358,6 +358,8 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
             f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
             f"gradient_accumulation={fitting.accumulation} is expected to fit, with the same batch"
         )
+    if any(each.micro_batch > plan.micro_batch for each in plan.resolutions):
+        remedy = f"lower those in IMAGE_SIZES; or {remedy}"
     return (
         f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} "
         f"({first_line(error)})"

@@ -182,11 +182,12 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         torch.nn.CrossEntropyLoss.forward = fail
-        train(data, tmp_path / "run", "TOTAL_BATCH_SIZE=32", "gradient_accumulation=2")
+        settings = "TOTAL_BATCH_SIZE=32", "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 32)]"
+        train(data, tmp_path / "run", *settings)
 
     assert run_forked(main, code=2).stderr.splitlines()[-1] == (
-        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 --set "
-        "gradient_accumulation=4 "
+        "error: out of memory with micro-batches of 16 images: lower those in IMAGE_SIZES; or "
+        "--set MICRO_BATCH_SIZE=8 --set gradient_accumulation=4 "
         "is expected to fit, with the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
 

@@ -222,6 +222,7 @@ def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
         f"fp16={amp}",
         "TOTAL_BATCH_SIZE=16",
         "MAX_STEPS=18",
+        "IMAGE_SIZES=[(1, 24)]",
         "LOG.every=1000",
         f"DATA.root={tmp_path}/data",
     ]
@@ -237,7 +238,8 @@ def test_resume_is_exact(dtype, digits, tmp_path, record):
     """Six steps, the same again, and three that are saved and resumed."""
     amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
     for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
-        run(command(digits, tmp_path / name, f"MAX_STEPS={end}", "MODEL.dropout=0.1", *amp))
+        settings = f"MAX_STEPS={end}", "MODEL.dropout=0.1", "IMAGE_SIZES=[(1, 16)]", *amp
+        run(command(digits, tmp_path / name, *settings))
     for name in ("once", "again", "resumed"):
         files = (tmp_path / name / "checkpoints" / "step-00000006").glob(
             "[mo]*.safetensors"

@@ -77,6 +77,7 @@ class Trainer(UpstreamTrainer):
         self._cur_epoch = state["epoch"]
         self.epoch_step = state["epoch_step"]
         self.evaluated_step = state["evaluated_step"]
+        # where all steps so far had as many micro-batches (IMAGE_SIZES may change that)
         self._cur_step = self.step * self.engine.optimizer.accumulation
         # after a data set has grown, an epoch has more steps than those that were counted before
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)

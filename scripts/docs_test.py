@@ -54,7 +54,7 @@ TINY = {
 }
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
-TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--profile|--init))"
+TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--find-batch|--profile|--init))"
 # run by launchers_test.py and .ci/run, or by hand
 ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"
 

@@ -1,4 +1,4 @@
-"""What a run does in place of training, with ``--find-lr`` or ``--profile``."""
+"""What a run does in place of training, with ``--find-lr``, ``--find-batch`` or ``--profile``."""
 
 from pathlib import Path
 

@@ -18,13 +18,14 @@ from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
 from common.engine.amp import MixedPrecision, build_mixed_precision, name_dtype
+from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import check_tensor_parallel
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.launchers import is_first_process
+from common.metrics import batch_finder, lr_finder
 from common.metrics.loggers import check_trackers
-from common.metrics.lr_finder import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
@@ -38,10 +39,11 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     args = _build_parser(description).parse_args(argv)
     for key in args.allow_change:
         find_key(key)
-    if (args.find_lr or args.profile) and args.resume != AUTO:
+    args.measures = args.find_lr or args.find_batch or args.profile
+    if args.measures and args.resume != AUTO:
         raise UserError(
-            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use "
-            "--init for its weights"
+            f"--resume {args.resume}: --find-lr, --find-batch and --profile do not resume; omit "
+            "it, or use --init for its weights"
         )
     if args.gpus is not None and not args.dry_run:
         raise UserError(
@@ -126,9 +128,19 @@ def _add_alternatives(parser: argparse.ArgumentParser) -> None:
         "--find-lr",
         type=at_least_1,
         nargs="?",
-        const=STEPS,
+        const=lr_finder.STEPS,
         metavar="STEPS",
-        help=f"run a learning-rate range test instead of training (default: {STEPS} steps)",
+        help="run a learning-rate range test instead of training (default: "
+        f"{lr_finder.STEPS} steps)",
+    )
+    instead.add_argument(
+        "--find-batch",
+        type=at_least_1,
+        nargs="?",
+        const=batch_finder.STEPS,
+        metavar="STEPS",
+        help="measure how large a batch pays instead of training (default: "
+        f"{batch_finder.STEPS} steps)",
     )
     instead.add_argument(
         "--profile",
@@ -168,6 +180,8 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     settings = list(args.set)
     if args.init:
         settings.append(f"INIT={args.init}")
+    if args.find_batch:
+        settings.append("LOG.noise_scale=True")
     config = load_config(args.config, settings, task.recipe)
     gpus = launch.world_size
     # a plan may be for more GPUs than there are processes
@@ -189,6 +203,8 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _count_classes(config, data)
     plan = build_plan(config, gpus, data)
+    if args.find_batch and plan.total_batch == plan.micro_batch:
+        raise UserError(f"--find-batch: {UNMEASURED}")
     # a path that another folder can read, or the whole name on the Hub
     config["INIT"] = config["INIT"] and resolve_source(
         config["INIT"], bool(config["MODEL"].get("pretrained"))

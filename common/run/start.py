@@ -32,6 +32,7 @@ from common.hardware import describe_run, memory_bytes, package_versions
 from common.launch.detect import MPI, Launch, detect_launch, init_distributed
 from common.launch.signals import stop_signals
 from common.launchers import LAUNCHERS
+from common.metrics.batch_finder import BatchFinder
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.measurement import Measurement
 from common.metrics.profiler import ProfilerHook
@@ -82,13 +83,14 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         return None
     reading = ask_first_rank(lambda: choose_order(prepared, begin.checkpoint))
     plan = replace(prepared.plan, order=reading.order)
-    measurement = _build_measurement(args, output, is_main)
+    measurement = _build_measurement(args, output, is_main, plan)
     if measurement:
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
         total = max(steps, plan.total_steps)
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=total)
-        # at one size, the first: losses and times of several are not comparable
-        plan = replace(plan, resolutions=(replace(plan.resolutions[0], end=steps),))
+        # at one size: losses and times of several are not comparable
+        resolution = plan.resolutions[-1 if args.find_batch else 0]
+        plan = replace(plan, resolutions=(replace(resolution, end=steps),))
     prepared = prepared._replace(plan=plan)
     about = _describe_start(args, argv, task, prepared)
     about |= ask_first_rank(lambda: note_start(about, begin.checkpoint))
@@ -111,9 +113,13 @@ def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
     stop_signals.install(has_parent, progress, prepared.config["TIMEOUT"])
 
 
-def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+def _build_measurement(
+    args: argparse.Namespace, output: Path, is_main: bool, plan: Plan
+) -> Measurement | None:
     if args.find_lr:
         return LearningRateFinder(output, args.find_lr, is_main)
+    if args.find_batch:
+        return BatchFinder(output, args.find_batch, is_main, plan)
     if args.profile:
         return ProfilerHook(output, args.profile, is_main)
     return None
@@ -139,7 +145,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
 
     The data may lie elsewhere on each node, which has its own number of workers.
     """
-    flags = ("world_size", "output", "resume", "allow_change", "find_lr", "profile")
+    flags = ("world_size", "output", "resume", "allow_change", "find_lr", "find_batch", "profile")
     shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
     shared |= package_versions()
     data = prepared.data
@@ -171,7 +177,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
         check_init(config, args, data)
     lock_folder(output)
-    if args.find_lr or args.profile:
+    if args.measures:
         return Beginning()
     path = choose_checkpoint(args.resume, output)
     if path is None:

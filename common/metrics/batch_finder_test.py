@@ -1,0 +1,45 @@
+"""``--find-batch`` against the noise scale of the training before which it stands."""
+
+import math
+import os
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from common.engine.trainer import Trainer
+from common.errors import UserError
+from common.metrics.metrics_file import read_metrics
+from common.testing.tiny_task import train
+
+SETTINGS = ("gradient_accumulation=2", "LOG.every=1")
+
+
+def test_what_cannot_be_measured_is_said(data, tmp_path, capsys):
+    train(data, tmp_path / "short", *SETTINGS, flags=["--find-batch", "1"])
+    assert "no critical batch: the estimate of the true" in capsys.readouterr().out
+    with pytest.raises(UserError, match="^--find-batch: the noise scale needs several micro-batch"):
+        train(data, tmp_path / "single", flags=["--find-batch"])
+
+
+def test_the_noise_scale_of_the_first_steps_gives_the_steps_of_other_batches(
+    data, tmp_path, capsys
+):
+    with mock.patch.object(Trainer, "_eval", side_effect=AssertionError):
+        output = train(data, tmp_path / "found", *SETTINGS, flags=["--find-batch", "9"])
+    said = capsys.readouterr().out
+    assert sorted(os.listdir(output)) == [".lock", "find_batch.csv", "find_batch.png"]
+    found = np.genfromtxt(output / "find_batch.csv", delimiter=",", names=True)["noise_scale"]
+    records = read_metrics(train(data, tmp_path / "trained", *SETTINGS))
+    trained = [record["noise_scale"] for record in records if record["kind"] == "train"]
+    assert found.tolist() == [scale or math.inf for scale in trained[:9]]
+    critical = found[-1]
+    low = min(found[-3:]) / critical
+    high = max(found[-3:]) / critical
+    words = f"at step 9 ({low:.1f}x to {high:.1f}x over the last third)"
+    assert f"critical batch about {critical:.2g} images {words}" in " ".join(said.split())
+    # the run has 10 steps of 14 images
+    steps = 10 * (1 + critical / 256) / (1 + critical / 14)
+    assert re.search(rf"\|\s+256 \|\s+{steps:.0f} \|\s+{steps * 256:,.0f} \|", said)
+    assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 80

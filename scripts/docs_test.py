@@ -49,7 +49,7 @@ SUBSTITUTIONS = {
 TINY = {
     "TOTAL_BATCH_SIZE": 16,
     "MICRO_BATCH_SIZE": None,
-    "gradient_accumulation": 1,
+    "gradient_accumulation": 2,
     "NUM_EPOCHS": 4,
 }
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}

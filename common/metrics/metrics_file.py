@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl: their fields, and the reader.
+"""The records of metrics.jsonl: their fields, how a report titles them, and the reader.
 
 A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optimizer steps, and an
 ``eval`` record at each evaluation.
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -72,6 +72,31 @@ class Record(BaseModel):
         if self.kind == "eval" and missing:
             raise ValueError(f"an evaluation without {', '.join(sorted(missing))}")
         return self
+
+
+class Chart(NamedTuple):
+    """How report.html shows a metric."""
+
+    title: str
+    scale: float = 1  # factor from metrics.jsonl to the page
+
+
+# The metrics that have a title, in the page's order. Others follow under their own names.
+CHARTS = {
+    "loss": Chart("Loss"),
+    "top1": Chart("Top-1 accuracy, %", 100),
+    "top5": Chart("Top-5 accuracy, %", 100),
+    "lr": Chart("Learning rate"),
+    "grad_norm": Chart("Gradient norm before clipping"),
+    "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
+    "skipped": Chart("Updates skipped so far"),
+    "samples_per_s": Chart("Images per second, all GPUs"),
+    "mfu": Chart("Model FLOPs utilisation, %", 100),
+    "data_wait": Chart("Time waiting for data, %", 100),
+    "forward_s": Chart("Forward passes of a step, ms", 1e3),
+    "backward_s": Chart("Backward passes of a step, ms", 1e3),
+    "peak_memory_gb": Chart("Peak memory of a process, GB"),
+}
 
 
 def read_metrics(folder: Path) -> list[Metrics]:

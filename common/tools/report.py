@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment
 
@@ -31,37 +31,12 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
-from common.metrics.metrics_file import UNPLOTTED, Metrics, read_metrics
+from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.plot import build_figure
 from common.text import counted
 
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
-
-
-class Chart(NamedTuple):
-    """How the page shows a metric."""
-
-    title: str
-    scale: float = 1  # factor from metrics.jsonl to the page
-
-
-# The metrics that have a title, in the order of the page. Others follow under their own names.
-CHARTS = {
-    "loss": Chart("Loss"),
-    "top1": Chart("Top-1 accuracy, %", 100),
-    "top5": Chart("Top-5 accuracy, %", 100),
-    "lr": Chart("Learning rate"),
-    "grad_norm": Chart("Gradient norm before clipping"),
-    "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
-    "skipped": Chart("Updates skipped so far"),
-    "samples_per_s": Chart("Images per second, all GPUs"),
-    "mfu": Chart("Model FLOPs utilisation, %", 100),
-    "data_wait": Chart("Time waiting for data, %", 100),
-    "forward_s": Chart("Forward passes of a step, ms", 1e3),
-    "backward_s": Chart("Backward passes of a step, ms", 1e3),
-    "peak_memory_gb": Chart("Peak memory of a process, GB"),
-}
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from common.config.model_keys import TIMM_DATA, pretrained_config
 from common.engine.tensor_parallel.sharding import kept_buffers
 from common.errors import UserError
 from common.files import read_bytes, read_names
-from common.model.build import DEIT3_INIT_VALUES, build_model, timm_arguments
-from common.model.vit import PatchEmbed, VisionTransformer
+from common.model.build import build_model, timm_arguments
+from common.model.vit import VisionTransformer
 from common.text import first_line
 
 HUB = "hf-hub:"
@@ -229,8 +229,8 @@ def infer_model(
         pool="cls" if "cls_token" in weights else "avg",
         no_embed_class=no_embed_class,
         reg_tokens=registers,
-        # the weights replace any value
-        init_values=DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None,
+        # DeiT III's; the weights replace any value
+        init_values=1e-6 if "blocks.0.ls1.gamma" in weights else None,
     )
 
 
@@ -336,10 +336,11 @@ def _check_shape(
     """
     theirs: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    # the weights of a convolutional stem tell no patch size
-    if isinstance(model.patch_embed, PatchEmbed):
+    parameters = dict(model.named_parameters())
+    # Their shapes tell the sizes of patches and images; those of a convolutional stem do not.
+    if {"patch_embed.proj.weight", "pos_embed"} <= parameters.keys():
         theirs = infer_model(source, weights, known.get("no_embed_class"))
-        own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
+        own = infer_model("", parameters, model.embedded_prefix == 0)
         if own["image_size"] % theirs["patch_size"] == 0:
             del theirs["image_size"]  # the position embedding is resampled
     own["heads"] = model.heads
@@ -357,7 +358,7 @@ def _check_shape(
 def _fit_position(weights: dict[str, Tensor], model: Any) -> str:
     """Bring the position embedding to the grid of ``model``."""
     saved, own = weights["pos_embed"], model.pos_embed
-    prefix: int = model.embedded_prefix  # pyright: ignore[reportAssignmentType]
+    prefix = model.embedded_prefix
     old, new = (math.isqrt(max(0, table.shape[1] - prefix)) for table in (saved, own))
     if old**2 + prefix != saved.shape[1]:
         return ""  # another architecture, which is refused with all that differs

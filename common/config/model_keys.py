@@ -18,6 +18,8 @@ TIMM_DATA = {
     "interpolation": "interpolation",
     "eval_crop": "crop_pct",
 }
+# Values of MODEL that timm's `VisionTransformer` does not have.
+NOT_IN_TIMM = {"stem": "conv", "pool": "seq"}
 Size = Annotated[int, Ge(1), Le(65536)]
 Classes = Annotated[int, Ge(1), Le(10**8)]
 
@@ -113,6 +115,11 @@ class Model(Section):
     def stem_channels(self) -> list[int]:
         """Channels before, between and after the convolutions of ``stem="conv"``."""
         return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
+
+    @property
+    def has_timm_twin(self) -> bool:
+        """Whether timm's `VisionTransformer` can be the same model."""
+        return NOT_IN_TIMM.items().isdisjoint(self)
 
     @property
     def prefix_tokens(self) -> int:

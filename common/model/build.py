@@ -11,7 +11,6 @@ from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
-DEIT3_INIT_VALUES = 1e-6
 TIMM_SIZES = {
     (192, 12, 3): "tiny",
     (384, 12, 6): "small",
@@ -115,18 +114,17 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
             options["img_size"] = arguments["image_size"]
         return timm.partition(".")[0], options
     a = parse(Model, arguments)
-    if a.stem == "conv" or a.pool == "seq":
+    if not a.has_timm_twin:
         return "none", arguments
     from timm import is_model  # timm takes a second to import
 
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
-    family = None
-    if a.init_values is None and not a.no_embed_class:
-        family = "vit"
-    elif a.init_values is not None and a.no_embed_class:
-        family = "deit3"
+    has_scale = a.init_values is not None
+    family = "deit3" if has_scale else "vit"
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
     shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
         del shapes[rate]  # of training only
-    return name if is_model(name) else ANY_PLAIN_VIT, shapes
+    # of timm's names those with LayerScale have no position embedding of the class token
+    is_named = has_scale == a.no_embed_class and is_model(name)
+    return name if is_named else ANY_PLAIN_VIT, shapes

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.config.model_keys import NOT_IN_TIMM
 from common.errors import UserError
 from common.files import own_file, short_path
 from common.model.build import timm_architecture
@@ -73,10 +74,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     size = run.config["MODEL"]["image_size"]
     about = describe_for_timm(run, model)
     if target == "timm" and about["architecture"] == "none":
-        raise UserError(
-            "--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors "
-            "or onnx"
-        )
+        missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM.items())
+        raise UserError(f"--to timm: timm has no {missing} of MODEL; export to safetensors or onnx")
     # first, as the writers of timm's and safetensors' files read it
     own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
@@ -88,7 +87,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     return difference
 
 
-def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
+def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
     """Return the config.json that ``timm.create_model("local-dir:...")`` reads.
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
@@ -98,13 +97,12 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
     data = run.config["DATA"]
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
-    built: Any = model
-    known = getattr(built, "pretrained_cfg", {})  # of timm's models
-    heads = list(built.head_names)
+    known = getattr(model, "pretrained_cfg", {})  # of timm's models
+    heads = list(model.head_names)
     return {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": built.get_submodule(heads[0]).weight.shape[1],
+        "num_features": model.get_submodule(heads[0]).weight.shape[1],
         "label_names": run.class_names,
         "model_args": arguments,
         "checkpoint": f"{run.checkpoint.name}/{run.weights}",  # timm ignores it
@@ -172,7 +170,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-FORMATS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
+FORMATS = {
     "timm": _write_timm,
     "safetensors": _write_safetensors,
     "onnx": _write_onnx,

@@ -210,7 +210,8 @@ def _gather_moments(
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                is_sharded = value.shape == parameter.shape  # unlike a number of steps
+                # others, as a number of steps or the means of rows, are the same on all ranks
+                is_sharded = value.shape == parameter.shape
                 yield f"{key}/{name}", gather_full(parameter, value) if is_sharded else value
 
 

@@ -39,7 +39,8 @@ class OptimizerEntry:
     build: Callable[..., Optimizer]
     # the keys of the config's OPTIMIZER that are arguments of ``build``; None: ``build`` decides
     defaults: Mapping[str, Any]
-    # the tensors that it keeps for each parameter: of its shape, but for "step", a number
+    # The tensors of its shape that it keeps for each parameter, and "step", a number. Smaller ones,
+    # as the means of a matrix's rows, need no entry, but have to be the same on all ranks.
     state: tuple[str, ...]
     traffic: int  # numbers that an update reads and writes for each parameter
     matrix_state: tuple[str, ...] | None = None  # in place of ``state`` for a matrix of a block

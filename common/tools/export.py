@@ -6,7 +6,8 @@ python scripts/export.py outputs/vit-b16 --to onnx --output /tmp/vit
 timm            model.safetensors, for timm.create_model; the folder is laid out as the
                 Hugging Face Hub expects
 safetensors     model.safetensors alone, with everything that config.json says in its header
-onnx            model.onnx, for batches of any size
+onnx            model.onnx, for batches of any size: images [B, 3, H, W] to logits [B, classes];
+                its metadata has class names and preprocessing
 
 Beside it lies config.json: architecture, preprocessing and class names, as timm has them.
 """
@@ -34,6 +35,7 @@ from common.task import find_task
 WEIGHTS = "model.safetensors"
 # Of the largest logit. float32 in another order of operations stays below a tenth of it.
 TOLERANCE = 1e-4
+OPSET = 18  # the one of torch's exporter: others are converted from it
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -52,7 +54,8 @@ def main(argv: list[str]) -> None:
     difference = export(run, args.to, output)
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
-    print(f"exported   {short_path(output)}", flush=True)
+    opset = f" (opset {OPSET})" if args.to == "onnx" else ""
+    print(f"exported   {short_path(output)}{opset}", flush=True)
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:
@@ -99,6 +102,8 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
     architecture, arguments = timm_architecture(**run.config["MODEL"])
     known = getattr(model, "pretrained_cfg", {})  # of timm's models
     heads = list(model.head_names)
+    # as timm's own, which has it once: transformers passes both, and fails where they are two
+    arguments = {name: value for name, value in arguments.items() if name != "num_classes"}
     return {
         "architecture": architecture,
         "num_classes": classes,
@@ -158,6 +163,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
         (torch.zeros(2, 3, size, size),),
         input_names=["images"],
         output_names=["logits"],
+        opset_version=OPSET,
         dynamic_shapes=({0: torch.export.Dim("batch")},),
         dynamo=True,
         verbose=False,
@@ -165,6 +171,9 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     assert program is not None
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with the folders of this machine
+    about = json.loads((output / "config.json").read_text())
+    program.model.metadata_props["class_names"] = json.dumps(about["label_names"])
+    program.model.metadata_props["preprocessing"] = json.dumps(about["pretrained_cfg"])
     program.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

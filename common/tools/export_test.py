@@ -12,14 +12,16 @@ import timm
 import torch
 from PIL import Image
 from safetensors import safe_open
-from timm.data import create_transform, resolve_data_config
+from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
+from torchvision.datasets import ImageFolder
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import open_model
 from common.errors import UserError
 from common.files import ROOT
-from common.testing.tiny_task import NAMES, timm_logits, train
+from common.metrics.metrics_file import read_metrics
+from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train
 from common.tools import export
 
 
@@ -37,14 +39,15 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
         model = timm.create_model(name, pretrained=True)
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            model = VisionTransformer(**json.loads(file.metadata()["config"])["model_args"])
+            about = json.loads(file.metadata()["config"])
+            model = VisionTransformer(num_classes=about["num_classes"], **about["model_args"])
             model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     with torch.no_grad():
         return model.eval()(images).numpy()
 
 
 @pytest.mark.parametrize("target", export.FORMATS)
-def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, target):
+def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, target, capsys):
     before = os.umask(0o077 if target == "timm" else 0o022)
     export.main([str(run), "--to", target])
     os.umask(before)
@@ -68,6 +71,48 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
         onnx.checker.check_model(model, full_check=True)
         assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
         assert str(ROOT).encode() not in path.read_bytes()
+        metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+        assert metadata["class_names"] == list(NAMES)
+        assert metadata["preprocessing"] == about["pretrained_cfg"]
+        opset = model.opset_import[0].version
+        assert capsys.readouterr().out.endswith(f"export/step-00000010/onnx (opset {opset})\n")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open files
+def test_timms_validate_gives_our_top1(run, data, tmp_path):
+    """Build model and loader as timm's validate.py, which its package does not have."""
+    folder = tmp_path / "timm"
+    export.main([str(run), "--to", "timm", "--output", str(folder)])
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    config = resolve_data_config(model=model, use_test_size=True)
+    options = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+    loader = create_loader(
+        create_dataset("", root=data / "test", split="validation"),
+        batch_size=16,
+        use_prefetcher=False,
+        num_workers=0,
+        **{name: config[name] for name in options},
+    )
+    right = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            right += (model(images).argmax(1) == labels).sum().item()
+    assert right / SAMPLES["test"] == read_metrics(run)[-1]["top1"]
+
+
+@pytest.mark.trackers
+@pytest.mark.filterwarnings("default")  # those of transformers are not ours
+def test_transformers_pipeline_gives_the_models_classes(run, data, tmp_path):
+    from transformers import pipeline
+
+    folder = tmp_path / "timm"
+    export.main([str(run), "--to", "timm", "--output", str(folder)])
+    classify = pipeline("image-classification", str(folder))
+    pictures = [picture for picture, _ in ImageFolder(data / "test")]
+    found = [answers[0]["label"] for answers in classify(pictures)]
+    answers = timm_logits(run, pictures).argmax(1).tolist()
+    assert found == [NAMES[answer] for answer in answers]
+    assert len(set(found)) > 1
 
 
 def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):

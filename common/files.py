@@ -74,12 +74,12 @@ def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
         raise UserError(f"{path}: {error.strerror}") from error
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int = MAX_TEXT) -> str:
     """Return the UTF-8 text of a regular file, as `read_bytes` does."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
 def read_names(path: Path) -> list[str]:

@@ -71,6 +71,14 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def print_some(lines: Sequence[str], most: int = 20) -> None:
+    """Print the first lines, of which there may be a million, and how many more there are."""
+    for line in lines[:most]:
+        print(printable(line.expandtabs(1)))
+    if len(lines) > most:
+        print(f"... and {len(lines) - most:,} more")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
     for line in str(error).splitlines():

@@ -19,7 +19,8 @@ from common.errors import UserError
 from imagenet_dali.class_folders import list_class_folders
 from imagenet_dali.containers import find_containers, list_containers, split_of
 from imagenet_dali.imagenet_tars import TRAIN_TAR, list_imagenet_tars
-from imagenet_dali.source import Source
+from imagenet_dali.label_table import LabelTable, list_table
+from imagenet_dali.source import Source, check_split
 
 VALIDATION_SHARE = 0.2
 
@@ -30,40 +31,23 @@ def list_source(
     split: str | None = None,
     *,
     by_count: bool = False,
+    table: LabelTable | None = None,
 ) -> Source:
     """List the images below `root` for training and validation, or those of one `split`.
 
-    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in
-    torchvision. Of a folder without splits, `split` takes all. Without a validation split,
-    `validation_share` of each class becomes it, by name, or `by_count` as in earlier versions.
-    Raises `UserError` if the folder has none of the layouts.
+    Layouts: those in docs/own-images.md, or with `table` any. Labels number the sorted class
+    folders from 0, as in torchvision. Of a folder without splits, `split` takes all. Without a
+    validation split, `validation_share` of each class becomes it, by name, or `by_count` as in
+    earlier versions. Raises `UserError` if the folder has none of the layouts.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
-    folders = find_splits(root)
-    containers = find_containers(root)
-    archived = {split_of(container): root / container for container in containers}
-    has_train_tar = (root / TRAIN_TAR).is_file()
-    if has_train_tar:
-        archived.pop("test", None)  # its labels are not published
-    classes = {name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)}
-    # Hugging Face keeps parquet files in data/, which is no class
-    is_folder = folders or len(classes - {"data"}) > 1 or not containers
-    if is_folder:
-        present = folders or {"": root}
-        _refuse_half_unpacked(root, folders, archived)
+    folders: Mapping[str, Path] = {}
+    if table:
+        source, present = list_table(root, table, split)
     else:
-        present = archived
-    if present.keys().isdisjoint({split or "train", ""}):
-        raise UserError(
-            f"{root}: no {split or 'train'} split, only {', '.join(present)}; name it with --split"
-        )
-    if is_folder:
-        source = list_class_folders(root, folders, split)
-    elif has_train_tar:
-        source = list_imagenet_tars(root)
-    else:
-        source = list_containers(root, containers, split)
+        folders = find_splits(root)
+        source, present = _list_layout(root, folders, split)
     check_class_names(source.class_names, root)
     unused = ""
     if "test" in present and not split:
@@ -83,6 +67,33 @@ def list_source(
         origin = "the whole folder"
     splits = {name: source.splits[name]} if split else source.splits
     return replace(source, splits=splits, validation=origin + unused)
+
+
+def _list_layout(
+    root: Path, folders: Mapping[str, Path], split: str | None
+) -> tuple[Source, Mapping[str, Path]]:
+    """Return the images, and the folder or archive of each split that is there."""
+    containers = find_containers(root)
+    archived = {split_of(container): root / container for container in containers}
+    has_train_tar = (root / TRAIN_TAR).is_file()
+    if has_train_tar:
+        archived.pop("test", None)  # its labels are not published
+    classes = {name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)}
+    # Hugging Face keeps parquet files in data/, which is no class
+    is_folder = folders or len(classes - {"data"}) > 1 or not containers
+    if is_folder:
+        present = folders or {"": root}
+        _refuse_half_unpacked(root, folders, archived)
+    else:
+        present = archived
+    check_split(root, present, split)
+    if is_folder:
+        source = list_class_folders(root, folders, split)
+    elif has_train_tar:
+        source = list_imagenet_tars(root)
+    else:
+        source = list_containers(root, containers, split)
+    return source, present
 
 
 def _refuse_half_unpacked(

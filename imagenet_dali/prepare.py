@@ -25,11 +25,12 @@ from common.data.image_folder import SPLITS, Files
 from common.errors import UserError, command_parser, run_command
 from common.files import folder_lock
 from common.hardware import cores
-from common.text import counted, print_wrapped, printable
+from common.text import counted, print_some, print_wrapped, printable
 from imagenet_dali.dataset import MANIFEST, PARTIAL, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, list_source
+from imagenet_dali.label_table import LabelTable
 from imagenet_dali.source import Position, RowPosition, Source
-from imagenet_dali.verify import REFUSED, adopt, check, print_some, report_refused
+from imagenet_dali.verify import REFUSED, adopt, check, report_refused
 from imagenet_dali.writer import (
     QUALITY,
     FinishedShard,
@@ -40,7 +41,8 @@ from imagenet_dali.writer import (
     write_shard,
 )
 
-OPTIONS = ("validation_share", "shards", "short_side", "split")  # of the data set that is made
+# of the data set that is made
+OPTIONS = ("validation_share", "shards", "short_side", "split", "labels", "columns")
 JOB = "job.json"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
@@ -88,6 +90,12 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="share of the images that may be left out as bad (default: 0.01)",
     )
+    add("--labels", metavar="FILE", help="a CSV or TSV of paths from SOURCE, labels, and splits")
+    add(
+        "--columns",
+        metavar="ROLE=NAME,...",
+        help="columns of --labels, as path=file,label=species,split=fold (default: by content)",
+    )
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     add(
         "--validation-share",
@@ -133,6 +141,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
             f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave "
             "it out"
         )
+    if args.columns and not args.labels:
+        raise UserError(f"--columns={args.columns}: columns of which table? add --labels FILE")
     ranges = dict(
         validation_share=(0, 0.99), workers=(1, 1024), shards=(1, 50_000), short_side=(1, 65_535)
     )
@@ -168,6 +178,8 @@ def prepare(
     shards: int | None = None,
     short_side: int | None = None,
     split: str | None = None,
+    labels: str | None = None,
+    columns: str | None = None,
 ) -> None:
     """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
@@ -181,7 +193,8 @@ def prepare(
     earlier = _read_job(dest)
     # the split of an earlier version is kept where that made or began the data set
     by_count = bool(earlier and not earlier.get("held_out"))
-    listed = list_source(source, validation_share, split, by_count=by_count)
+    table = LabelTable(Path(labels), columns, max_refused) if labels else None
+    listed = list_source(source, validation_share, split, by_count=by_count, table=table)
     print_wrapped(listed.summary)
     print_wrapped(f"{split or 'validation'}: {listed.validation}")
     job = dict(
@@ -222,7 +235,7 @@ def _report_refused(
     dest: Path, source: Source, shards: Collection[FinishedShard], max_refused: float
 ) -> None:
     """List the refused images; if they are too many, leave that list only and raise `UserError`."""
-    refused = sorted(itertools.chain(*[shard.refused for shard in shards]))
+    refused = sorted(itertools.chain(source.refused, *[shard.refused for shard in shards]))
     images = sum(len(shard.rows) for shard in shards) + len(refused)
     try:
         report_refused(dest, refused, images, max_refused)

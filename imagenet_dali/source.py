@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.data.image_folder import Files, file_state
+from common.errors import UserError
 from common.files import fingerprint_of
 from common.text import counted
 
@@ -39,13 +40,22 @@ class LabelledImage(NamedTuple):
     position: Position
 
 
+def check_split(root: Path, present: Mapping[str, object], split: str | None) -> None:
+    """Raise `UserError` where no split is `split`, or train; one named "" is all."""
+    if present.keys().isdisjoint({split or "train", ""}):
+        raise UserError(
+            f"{root}: no {split or 'train'} split, only {', '.join(present)}; name it with --split"
+        )
+
+
 @dataclass(frozen=True)
 class Source:
     """The images of each split, with one class name for each label.
 
     ``positions`` has the images that are not files themselves, by name. ``validation`` says where
     the validation images come from, and ``held_out`` which share of train they are and how it was
-    drawn, if they are. ``ignored`` are files without an image's suffix.
+    drawn, if they are. ``ignored`` are files without an image's suffix, ``refused`` lines on rows
+    of a table and images that do not match.
     """
 
     root: Path
@@ -55,6 +65,7 @@ class Source:
     validation: str = ""
     held_out: str = ""
     ignored: Sequence[Path] = ()
+    refused: Sequence[str] = ()
 
     @property
     def summary(self) -> str:

@@ -19,6 +19,7 @@ from common.task import Task, refuse_unused
 from common.text import print_wrapped
 from imagenet_dali.dataset import MANIFEST, PARTIAL, TFRecordSplit, open_split
 from imagenet_dali.find_images import list_source
+from imagenet_dali.label_table import LabelTable
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -124,15 +125,24 @@ def open_images(data: Mapping[str, Any], split: str) -> ImageSplit:
     Only the torchvision loader reads image folders that were not prepared.
     """
     root = Path(data["root"])
+    labels = data["labels"]
     if data["loader"] == "dali" or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
+        if labels or data["columns"]:
+            raise UserError(
+                f"DATA.labels={labels}, DATA.columns={data['columns']}: of folders that "
+                "DATA.loader='torchvision' reads; for shards, prepare takes --labels: leave it out"
+            )
         return open_split(root, split)
-    return _open_folder(root, data.get("eval_split"), data["split"] == "counted")[split]
+    table = LabelTable(root / labels, data["columns"]) if labels else None
+    return _open_folder(root, data.get("eval_split"), data["split"] == "counted", table)[split]
 
 
 @functools.cache  # listing a million files takes 12 s
-def _open_folder(root: Path, split: str | None, by_count: bool) -> dict[str, FolderSplit]:
+def _open_folder(
+    root: Path, split: str | None, by_count: bool, table: LabelTable | None
+) -> dict[str, FolderSplit]:
     """Return the splits of a folder of images, or one of them, and say what was found."""
-    source = list_source(root, split=split, by_count=by_count)
+    source = list_source(root, split=split, by_count=by_count, table=table)
     if source.positions:
         raise UserError(
             f"DATA.root={root}: tars and parquet files are read by `python -m "

@@ -9,11 +9,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
-from common.data.bad_images import NAMED
 from common.data.image_folder import SPLITS
 from common.errors import UserError
 from common.files import sha256_of
-from common.text import counted, printable
+from common.text import counted, print_some
 from imagenet_dali.dataset import (
     LABELS,
     MANIFEST,
@@ -148,14 +147,6 @@ def report_refused(root: Path, refused: list[str], total: int, max_refused: floa
             f"{100 * min(max_refused, 0.99):g}% of {total}; "
             "fix or remove them, or raise --max-refused, and rerun the command"
         )
-
-
-def print_some(lines: list[str]) -> None:
-    """Print the first lines, and how many more there are."""
-    for line in lines[:NAMED]:
-        print(printable(line.expandtabs(1)))
-    if len(lines) > NAMED:
-        print(f"... and {len(lines) - NAMED:,} more")
 
 
 def _find_shards(root: Path, word: str) -> list[str]:

@@ -82,6 +82,13 @@ class Data(Section):
     ([own-images.md](own-images.md#1-prepare)); `None`: by file name, or as the resumed run did;
     counted: as earlier versions did"""
 
+    labels: str | None = None
+    """table of paths and labels, from `root`, with `loader='torchvision'`
+    ([own-images.md](own-images.md#labels-from-a-table))"""
+
+    columns: str | None = None
+    """its columns, as 'path=file,label=species,split=fold'; `None`: by content"""
+
     crop: Literal["random_resized", "simple"] = "random_resized"
     """training crop; `simple` (DeiT III): a random square of the resized image, padded by 4
     pixels"""

@@ -36,8 +36,8 @@ from common.text import first_line
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
-# and for shards
-SHARDS_ONLY = ("order", "block", "window")
+# and for shards and tables of labels
+SHARDS_ONLY = ("order", "block", "window", "labels", "columns")
 
 
 class ImageReader:

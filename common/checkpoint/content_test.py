@@ -15,13 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim import SGD
 
 from common.checkpoint.content import CONFIG, FILES, MARKER, METRICS, find_fault
 from common.checkpoint.resume import changed_keys, choose_checkpoint, note_start
-from common.checkpoint.save import checkpoint_path, write_checkpoint
+from common.checkpoint.save import checkpoint_path, load_full_state_dict, write_checkpoint
 from common.checkpoint.saved_run import open_run
 from common.errors import UserError
 from common.files import sha256_of
+from common.model.build import build_model
 from common.testing.checkpoints import build_about, build_content
 from common.tools.report import load_run, render
 
@@ -88,24 +90,23 @@ def resume(run: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "fault"),
     [
-        (
-            "optimizer.safetensors",
-            {"step/x": torch.ones(2)},
-            r".*: step/x \[2\] \(model: none\); keep the MODEL ",
-        ),
+        ("model.safetensors", {}, " does not fit the model: "),
         (
             "ema.safetensors",
             {},
             r" does not .*: cls_token missing \(model: \[1, 1, 8\]\), .*, .*, and 17 more; keep ",
         ),
-        ("random.safetensors", b"none", ""),
-        ("trainer.json", (b'"gpus": 1', b'"gpus": 2'), "metrics of 1 ranks, not 2"),
+        (
+            "optimizer.safetensors",
+            {"step/x": torch.ones(2)},
+            " does not belong to its model: it has step/x; use another checkpoint",
+        ),
+        ("optimizer.safetensors", b"none", ""),
         (
             METRICS,
             b'{"kind": "eval", "step": 1, "loss": 1, "samples": 2}\n',
             " line 1: .* without top1, top5, ",
         ),
-        (CONFIG, (b'classes": 3', b'classes": null', 1), "MODEL.num_classes is missing"),
         ("trainer.json", (b'"trainer"', b'"version": 2, "trainer"'), "version: .*, not 2"),
         ("random.safetensors", None, "each with its SHA-256"),
     ],
@@ -115,8 +116,15 @@ def test_a_file_with_the_right_checksum_and_the_wrong_content(file, change, faul
     before = content.pop(file, b"")
     if change is not None:
         content[file] = before.replace(*change) if isinstance(change, tuple) else change
-    write_checkpoint(tmp_path / "step-00000001", content)
-    assert re.search(f"{file}.*{fault}", find_fault(tmp_path / "step-00000001") or "")
+    path = tmp_path / "step-00000001"
+    write_checkpoint(path, content)
+    said = find_fault(path)
+    if said is None:
+        model = build_model(**build_about()["config"]["MODEL"])
+        with pytest.raises(UserError) as refused:
+            load_full_state_dict(path, model, SGD(model.parameters()), averages={})
+        said = str(refused.value)
+    assert re.search(f"{file}.*{fault}", said)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

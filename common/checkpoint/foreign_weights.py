@@ -3,14 +3,13 @@ DistributedDataParallel or torch.compile wrapped.
 """
 
 import argparse
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config.model_keys import pretrained_config
 from common.errors import UserError
@@ -20,8 +19,6 @@ AVERAGES = ("state_dict_ema", "model_ema")
 WEIGHTS = ("state_dict", "model")
 # What wrappers put before the names, and torch.compile before those of a block.
 PREFIXES = re.compile(r"^(?:(?:module|_orig_mod|model|backbone)\.)+|\b_orig_mod\.")
-# What only the pre-training of MAE uses.
-PRETRAINING = ("decoder_", "mask_token")
 
 
 def read_torch_file(file: Path) -> Any:
@@ -74,10 +71,24 @@ def describe_arguments(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     if isinstance(args.get("input_size"), int):  # DeiT's
         args = args | {"img_size": args["input_size"], "input_size": None}
-    model = {"timm": name, **(args.get("model_kwargs") or {})}
+    arguments = dict(args.get("model_kwargs") or {})
     if args.get("gp"):
-        model["global_pool"] = args["gp"]
-    return model, resolve_preprocessing(name, args)
+        arguments["global_pool"] = args["gp"]
+    preprocessing = resolve_preprocessing(name, args)
+    return describe_model(name, arguments, preprocessing), preprocessing
+
+
+def describe_model(
+    timm: str, arguments: Mapping[str, Any], preprocessing: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return MODEL, but for the number of classes, of what timm builds with ``arguments``."""
+    sizes = preprocessing.get("input_size", pretrained_config(timm).input_size)
+    own = {
+        key: value
+        for key, value in arguments.items()
+        if key not in ("img_size", "in_chans", "num_classes")
+    }
+    return {"timm": timm, "image_size": arguments.get("img_size") or sizes[-1], **own}
 
 
 def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,29 +97,3 @@ def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
 
     about = pretrained_config(timm).to_dict()
     return resolve_data_config(args, about) | {"classifier": about["classifier"]}
-
-
-def fit_pool(weights: dict[str, Tensor], model: nn.Module, no_embed_class: bool | None) -> str:
-    """Fit ``weights`` with a norm of every token to a ``model`` that averages the patches before
-    its norm; return what was done.
-
-    That norm begins anew, as in the fine-tuning of MAE. The class token is left out where ``model``
-    has none, with its position, unless ``no_embed_class``; None: unless the positions are a square.
-    """
-    own = dict(model.named_parameters())
-    norm = {name: value.detach() for name, value in own.items() if name.startswith("fc_norm.")}
-    has_both = "fc_norm.weight" in weights
-    if not norm or has_both or "norm.weight" not in weights.keys() - own.keys():
-        return ""
-    for name in norm:
-        del weights[name.removeprefix("fc_")]
-    weights |= norm
-    if "cls_token" in own or "cls_token" not in weights:
-        return "a new norm for the mean of the patches"
-    del weights["cls_token"]
-    tokens = weights["pos_embed"].shape[1]
-    if no_embed_class is None:
-        no_embed_class = math.isqrt(tokens) ** 2 == tokens
-    if not no_embed_class:
-        weights["pos_embed"] = weights["pos_embed"][:, 1:]
-    return "a new norm for the mean of the patches, without its class token"

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,11 +20,12 @@ from common.checkpoint.content import (
     RANDOM,
     TRAINER,
     VERSION,
+    Tensors,
     read_about,
+    read_tensors,
     read_trainer_state,
 )
 from common.checkpoint.save import (
-    Tensors,
     checkpoint_path,
     clear_old,
     full_state_dict,
@@ -281,7 +281,7 @@ class CheckpointHook(BaseHook):
             self.metrics.load_state_dict(state["metrics"], None)
             return
         self.metrics.load_state_dict(state["metrics"], rank)
-        generators = load_file(path / RANDOM)
+        generators = read_tensors(path / RANDOM)
         prefix = f"{rank}/"
         set_generator_states(
             {

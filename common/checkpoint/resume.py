@@ -77,27 +77,22 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     if resume == AUTO:
         return _newest_intact(output / "checkpoints")
     path = Path(resume).resolve()
-    is_branch = holds_run and _is_branch(output, path)
-    if not is_branch and not path.exists():
-        raise UserError(
-            f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}"
-        )
-    if not holds_run or path.is_relative_to(output):
-        checkpoint = _find(path)
-        for later in list_checkpoints(output / "checkpoints"):
-            # a rerun without --resume would continue the training that is left here
-            if later.name > checkpoint.name and not find_fault(later):
-                raise UserError(
-                    f"--resume {path}: the run in {output} has continued to {later.name}; omit "
-                    "--resume to resume from there, remove the later checkpoints to go back, or "
-                    "branch off with --output DIR"
-                )
-        return checkpoint
-    if not is_branch:
+    if holds_run and _is_branch(output, path):
+        return _newest_intact(output / "checkpoints") or _find(path)
+    checkpoint = _find(path)
+    if holds_run and not path.is_relative_to(output):
         raise UserError(
             f"--output {output} holds another run than --resume {path}: choose another folder"
         )
-    return _newest_intact(output / "checkpoints") or _find(path)
+    for later in list_checkpoints(output / "checkpoints"):
+        # a rerun without --resume would continue the training that is left here
+        if later.name > checkpoint.name and not find_fault(later):
+            raise UserError(
+                f"--resume {path}: the run in {output} has continued to {later.name}; omit "
+                "--resume to resume from there, remove the later checkpoints to go back, or "
+                "branch off with --output DIR"
+            )
+    return checkpoint
 
 
 def _is_branch(output: Path, path: Path) -> bool:
@@ -148,8 +143,8 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     Prints what has changed since the last start.
     """
     plan = about["plan"]
-    now: dict[str, Any] = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
-    now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
+    now: dict[str, Any] = {"step": 0, "gpus": plan["gpus"], "dtype": plan["dtype"]}
+    now |= {key: about[key] for key in ("started", "argv", "commit")}
     if start_from is None:
         return {"starts": [now]}
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
@@ -200,21 +195,16 @@ def check_changes(
     are neither `HARMLESS` nor in ``allowed``.
     """
     changed = changed_keys(path, config)
-    for key in FIXED:
-        if key in changed:
-            then, now = changed[key]
-            raise UserError(
-                f"{key}={now!r}: {path} was trained with {then!r} and cannot be resumed with "
-                "another; keep that, or start another run with --output DIR (--init takes the "
-                "weights)"
-            )
+    fixed: list[str] = [*FIXED]
     model = read_config(path, read_about(path))["MODEL"]
     if state_shapes(build_on_meta(model)) != state_shapes(build_on_meta(config["MODEL"])):
-        of_model = {key: pair for key, pair in changed.items() if _is_under(key, ["MODEL"])}
+        fixed.append("MODEL")
+    refused = {key: pair for key, pair in changed.items() if _is_under(key, fixed)}
+    if refused:
         raise UserError(
-            f"{show_changes(of_model)}: {path} is of another architecture and cannot be resumed "
-            "with this one; keep MODEL, or start another run with --output DIR (--init takes the "
-            "weights that fit)"
+            f"{show_changes(refused)}: {path} cannot be resumed with other values; keep the "
+            "earlier ones, or start another run with --output DIR (--init takes the weights that "
+            "fit)"
         )
     if not path.is_relative_to(output):
         return

@@ -2,13 +2,11 @@
 
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,23 +17,23 @@ from common.checkpoint.content import (
     MARKER,
     MODEL,
     OPTIMIZER,
-    check_shapes,
+    Tensors,
+    read_tensors,
 )
 from common.engine.tensor_parallel.sharding import (
     full_model_state,
-    full_shape,
+    full_optimizer_state,
     gather_full,
     load_full_model_state,
+    load_full_optimizer_state,
     local_shard,
     local_state,
-    named_shards,
 )
 from common.engine.upstream import gpc
 from common.errors import UserError
 from common.files import read_text, sha256_of, sync
 from common.metrics.loggers import warn
-
-Tensors = dict[str, Tensor]
+from common.model.fit import check_weights
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -110,30 +108,17 @@ def best_checkpoint(folder: Path) -> Path | None:
     folder.
     """
     file = folder / BEST_FILE
-    link = folder / BEST
-    if not (file.exists() or link.is_symlink()):
-        return _original(link)
-    name = read_text(file).strip() if file.exists() else link.readlink().name
-    return next((path for path in list_checkpoints(folder) if path.name == name), None)
-
-
-def _original(copy: Path) -> Path | None:
-    """Return the checkpoint beside ``copy`` with the same checksums, or else ``copy``.
-
-    None where ``copy`` is no checkpoint.
-    """
-    marker = copy / MARKER
-    if not marker.is_file():
-        return None
-    beside = list_checkpoints(copy.parent)
-    return next((p for p in beside if read_text(p / MARKER) == read_text(marker)), copy)
+    best = (folder / BEST).resolve()
+    if file.exists():
+        best = folder / Path(read_text(file).strip()).name
+    return best if (best / MARKER).is_file() else None
 
 
 def mark_best(path: Path) -> None:
     """Name ``path`` in ``best.txt`` beside it, and let the link ``best`` point to it.
 
-    A folder in the place of the link is removed if it is a copy of another checkpoint, else
-    renamed. On a file system without links only the file is written.
+    A folder in the place of the link, as `cp -rL` leaves it, may be the only copy of its
+    checkpoint: it is renamed. On a file system without links only the file is written.
     """
     folder = path.parent
     link = folder / BEST
@@ -143,12 +128,9 @@ def mark_best(path: Path) -> None:
     sync(partial)
     partial.replace(folder / BEST_FILE)
     if link.is_dir() and not link.is_symlink():
-        if _original(link) in (None, link):
-            kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
-            link.rename(kept)
-            warn(f"{link} is a folder without another copy: it is now {kept}")
-        else:
-            shutil.rmtree(link)
+        kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
+        link.rename(kept)
+        warn(f"{link} is a folder in place of a link: it is now {kept}")
     try:
         partial_link.unlink(missing_ok=True)
         partial_link.symlink_to(path.name)
@@ -190,7 +172,7 @@ def full_state_dict(
     """
     files = {
         MODEL: full_model_state(model),
-        OPTIMIZER: _gather_moments(named_shards(model), optimizer),
+        OPTIMIZER: full_optimizer_state(model, optimizer),
     }
     if averages is not None:
         files[EMA] = (
@@ -201,18 +183,6 @@ def full_state_dict(
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return copies
-
-
-def _gather_moments(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Gather the optimizer's full states one by one, as (``<state>/<parameter>``, tensor)."""
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                # others, as a number of steps or the means of rows, are the same on all ranks
-                is_sharded = value.shape == parameter.shape
-                yield f"{key}/{name}", gather_full(parameter, value) if is_sharded else value
 
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
@@ -240,52 +210,22 @@ def load_full_state_dict(
     ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its
     weights. Raises UserError for the checkpoint of another architecture.
     """
-    weights = load_file(path / MODEL)
-    check_architecture(path, weights, model)
+    weights = read_tensors(path / MODEL)
+    check_weights(path / MODEL, weights, model)
     load_full_model_state(model, weights)
-    _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
+    state = read_tensors(path / OPTIMIZER)
+    unknown = [entry for entry in state if entry.partition("/")[2] not in weights]
+    if unknown:
+        raise UserError(
+            f"{path / OPTIMIZER} does not belong to its model: it has {unknown[0]}; use another "
+            "checkpoint"
+        )
+    load_full_optimizer_state(model, optimizer, state)
     if averages is not None:
-        full = load_file(path / EMA) if (path / EMA).exists() else weights
+        full = weights
+        if (path / EMA).exists():
+            full = read_tensors(path / EMA)
+            check_weights(path / EMA, full, model)
         shards = local_state(model)
         for name, average in averages.items():
             average.copy_(local_shard(shards[name], full[name]))
-
-
-def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise `UserError` unless ``weights``, of ``path``, are full and finite, as of ``model``."""
-    saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    wanted = {name: list(full_shape(shard)) for name, shard in local_state(model).items()}
-    check_shapes(path, saved, wanted)
-    for name, tensor in weights.items():
-        if not tensor.is_meta and not tensor.isfinite().all():
-            raise UserError(
-                f"{path}: {name} holds numbers that are not finite: start from other weights"
-            )
-
-
-def _load_moments(
-    path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer
-) -> None:
-    """Give every parameter its shard of the full ``moments``, named ``<state>/<parameter>``."""
-    parameters = named_shards(model)
-    state = defaultdict(dict)
-    for entry, full in moments.items():
-        key, _, name = entry.partition("/")
-        if name not in parameters:
-            raise UserError(
-                f"{path / OPTIMIZER} does not belong to its model: it has {entry}; use "
-                "another checkpoint"
-            )
-        parameter = parameters[name]
-        is_moment = full.shape == full_shape(parameter)
-        state[parameter][key] = local_shard(parameter, full) if is_moment else full
-    # torch numbers the parameters; its loading brings each state to the optimizer's device and type
-    ordered: list[Any] = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    numbered = {
-        number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state
-    }
-    optimizer.load_state_dict(
-        {"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]}
-    )

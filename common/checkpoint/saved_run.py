@@ -1,28 +1,26 @@
 """What a run left, or has left so far: its config, the checkpoint to use, and the model in it."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from common.checkpoint.classes import CLASSES_HELP
 from common.checkpoint.content import (
     CONFIG,
     EMA,
     MARKER,
     MODEL,
-    check_weights,
+    Tensors,
     read_about,
     read_config,
+    read_tensors,
 )
 from common.checkpoint.save import best_checkpoint, newest_checkpoint
-from common.errors import UserError, command_parser
-from common.files import read_names
+from common.errors import UserError
 from common.model.build import build_model
+from common.model.fit import check_shapes
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class SavedRun:
     config: dict[str, Any]
     about: dict[str, Any]
     weights: str = MODEL
-    foreign: dict[str, Tensor] | None = None
+    foreign: Tensors | None = None
 
     @property
     def batch(self) -> int:
@@ -61,54 +59,19 @@ class SavedRun:
             str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])
         ]
 
-    def name_classes(self, file: str | None) -> None:
-        """Take the names of the classes from ``file``, one a line in the order of the outputs."""
-        if file is None:
-            return
-        names = read_names(Path(file))
-        outputs = self.config["MODEL"]["num_classes"]
-        if len(names) != outputs:
-            raise UserError(
-                f"--classes {file}: {len(names)} names, the model has {outputs} classes"
-            )
-        self.about["data"] |= {"class_names": names, "descriptions": []}
-
     def load_model(self) -> nn.Module:
         """Return the unsharded model with the checkpoint's weights, which may be of any parallel
         mode.
         """
         model = build_model(**self.config["MODEL"])
-        model.load_state_dict(self.load_weights())
+        weights = self.load_weights()
+        check_shapes(self.checkpoint / self.weights, weights, model)
+        model.load_state_dict(weights)
         return model.eval()
 
-    def load_weights(self) -> dict[str, Tensor]:
+    def load_weights(self) -> Tensors:
         """Return the parameters of `load_model` by name."""
-        return self.foreign or load_file(self.checkpoint / self.weights)
-
-
-def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:
-    """Return the parser of a command whose first argument is what `open_run` opens, or one of the
-    ``others``, which may need ``--set``.
-    """
-    parser = command_parser(description)
-    parser.add_argument(
-        "run",
-        metavar="RUN_OR_CHECKPOINT",
-        help=f"a run's folder, or one in its checkpoints/{others}",
-    )
-    parser.add_argument(
-        "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
-    )
-    parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
-    if others:
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="override a key of the config",
-        )
-    return parser
+        return self.foreign or read_tensors(self.checkpoint / self.weights)
 
 
 def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
@@ -123,7 +86,6 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     run, about = checkpoint.parent.parent, read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
     weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
-    check_weights(checkpoint / weights, config["MODEL"])
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights == EMA else ""
     return SavedRun(folder, checkpoint, chosen + average, config, about, weights)

@@ -1,12 +1,18 @@
-"""Run a config file with some of its keys overridden, and with it the recipes that it imports."""
+"""Run a config file with some of its keys overridden, and with it the recipes that it imports.
+
+``--set NUM_EPOCHS=9`` replaces the value as soon as the file assigns it, so what the file derives
+from it follows. An imported recipe is run with the same overrides, and with the importing file's
+plain values as further ones: of ``from configs.vit_b16 import *`` and ``NUM_EPOCHS = 100``, the
+recipe's ``WARMUP_EPOCHS = NUM_EPOCHS / 2`` is 50.
+"""
 
 import ast
 import builtins
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +28,47 @@ CONFIGS = Path(configs.__path__[0])
 RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}
 # Defined in each config without an import, as in Colossal-AI's printed examples.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
-# The changes to a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for
-# the whole value.
-Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
+Overrides = Mapping[str, Any]  # by dotted name, as {"NUM_EPOCHS": 9, "MODEL.depth": 6}
 
 
-def evaluate(expression: str | ast.Expression) -> Any:
-    """Return the value of an expression that uses no variable: a plain value."""
-    code = compile(expression, "", "eval")
-    return eval(code, {"__builtins__": {"dict": dict, "float": float}, **PREDEFINED})
+def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
+    """Return what a config file assigns, with ``overrides`` in force, and the names that it reads.
 
+    Raises `UserError` for a file that does not run, with the line that fails.
+    """
+    try:
+        tree = ast.parse(read_bytes(path), str(path))
+        outline = _read_ahead(tree.body)
 
-def override(changes: Sequence[tuple[tuple[str, ...], Any]], value: Any) -> Any:
-    """Return ``value`` with ``changes`` applied."""
-    for path, new in changes:
-        value = _replace(value, path, new)
-    return value
+        def import_from(
+            module: str, variables: Any = None, scope: Any = None, names: Any = (), level: int = 0
+        ) -> Any:
+            """Import ``names`` from a recipe, or as `builtins.__import__` from any other module."""
+            recipe = _find_recipe(path, module) if names else None
+            if recipe is None:
+                return builtins.__import__(module, variables, scope, names, level)
+            values, read = execute(recipe, {**outline.plain, **overrides})
+            for name in sorted(outline.computed & read - overrides.keys()):
+                hint = f"derives other keys from {name}: assign a plain value to it here"
+                raise ImportError(f"{module} {hint}")
+            outline.read |= read
+            return types.SimpleNamespace(__name__=module, **values)
 
-
-def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
-    """Return ``value`` with what ``path`` leads to in it replaced; dicts on the way are copied."""
-    if not path:
-        return new
-    inside = value if isinstance(value, Mapping) else {}
-    return {**inside, path[0]: _replace(inside.get(path[0]), path[1:], new)}
-
-
-def replacing(values: Mapping[str, Any]) -> Overrides:
-    """Return the overrides that set whole values."""
-    return {name: [((), value)] for name, value in values.items()}
+        functions = {**vars(builtins), "__import__": import_from}
+        variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
+        variables.overrides = overrides
+        exec(compile(tree, str(path), "exec"), variables)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _explain(error, path, overrides) from error
+    hidden = (types.ModuleType, type)  # what a file imports for its own use
+    values = {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith("_") and not isinstance(value, hidden)
+    }
+    return values, outline.read
 
 
 class Variables(dict[str, Any]):
@@ -59,105 +77,58 @@ class Variables(dict[str, Any]):
     overrides: Overrides
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, override(self.overrides.get(name, ()), value))
+        super().__setitem__(name, override(name, value, self.overrides))
 
 
-def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
-    """Return what a config file assigns, with ``overrides`` in force, and the names that it reads.
-
-    Its plain values override those of the recipes that it imports, so that what is derived there
-    follows: with ``NUM_EPOCHS = 100``, a recipe's ``WARMUP_EPOCHS = NUM_EPOCHS / 2`` is 50.
-
-    Raises `UserError` for a file that does not run, with the line that fails.
-    """
-    given = dict(overrides)
-    try:
-        return _execute(path, overrides, given)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}"
-        raise UserError(f"{where}: SyntaxError: {error.msg}") from error
-    except BaseException as error:
-        # a given value that is wrong by itself is to blame, not the line that derives from it
-        check_given(Config, {name: new[0][1] for name, new in given.items() if not new[0][0]})
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((one.lineno for one in reversed(frames) if one.filename == str(path)), 1)
-        reason = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        raise UserError(f"{path}, line {line}: {reason}{error}") from error
-
-
-def _execute(path: Path, overrides: Overrides, given: dict[str, Any]) -> tuple[dict[str, Any], set]:
-    """Do what `execute` does; add the file's plain values to ``given``, which overrides recipes."""
-    tree = ast.parse(read_bytes(path), str(path))
-    outline = _read_ahead(tree.body)
-    for name, value in outline.plain.items():
-        given[name] = [((), override(overrides.get(name, ()), value))]
-
-    def import_from(
-        module: str, variables: Any = None, scope: Any = None, names: Any = (), level: int = 0
-    ) -> Any:
-        """Import ``names`` from a module, as `builtins.__import__` does, or from a recipe."""
-        recipe = _find_recipe(path, module) if names else None
-        if recipe is None:
-            return builtins.__import__(module, variables, scope, names, level)
-        values, read = execute(recipe, given)
-        for name in sorted(outline.computed & read - overrides.keys()):
-            hint = f"derives other keys from {name}: assign a plain value to it here"
-            raise ImportError(f"{module} {hint}")
-        outline.used |= read
-        return types.SimpleNamespace(__name__=module, **values)
-
-    functions = {**vars(builtins), "__import__": import_from}
-    variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
-    variables.overrides = overrides
-    exec(compile(tree, str(path), "exec"), variables)
-    hidden = (types.ModuleType, type)  # what a file imports for its own use
-    values = {
-        name: value
-        for name, value in variables.items()
-        if not name.startswith("_") and not isinstance(value, hidden)
-    }
-    return values, outline.used
+def override(name: str, value: Any, overrides: Overrides) -> Any:
+    """Return the ``value`` of ``name`` with the overrides of it, and of what is in it, applied."""
+    for key, new in overrides.items():
+        if key == name:
+            value = new
+        elif key.startswith(f"{name}."):
+            inside = value if isinstance(value, Mapping) else {}
+            part = key.removeprefix(f"{name}.").partition(".")[0]
+            changed = override(f"{name}.{part}", inside.get(part), {key: new})
+            value = {**inside, part: changed}  # a copy: a recipe's dict stays as it is
+    return value
 
 
 @dataclass
 class Outline:
     """What a file assigns as plain values, what it computes, and the names that it reads."""
 
-    plain: dict[str, Any]
-    computed: set[str]
-    used: set[str]
+    plain: dict[str, Any] = field(default_factory=dict)
+    computed: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
 
 
 def _read_ahead(body: list[ast.stmt]) -> Outline:
     """Return the outline of a file, without running it."""
-    outline = Outline({}, set(), set())
+    outline = Outline()
     for statement in body:
-        assigned = _names(statement, ast.Store)
-        read = _names(statement, ast.Load)
-        if isinstance(statement, ast.Assign):
-            read -= assigned  # SIDE = 2 * SIDE is no use of SIDE
-            is_simple = all(isinstance(target, ast.Name) for target in statement.targets)
-            # what was read before the assignment is the recipe's value
-            if is_simple and not assigned & outline.used:
-                with suppress(Exception):  # a value that is computed from variables
-                    value = evaluate(ast.Expression(statement.value))
+        nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        assigned = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+        # what was read before the assignment is the recipe's value
+        if isinstance(statement, ast.Assign) and not assigned & outline.read:
+            has_names = all(isinstance(target, ast.Name) for target in statement.targets)
+            with suppress(Exception):  # a value that is computed from variables
+                value = evaluate(ast.Expression(statement.value))
+                if has_names:
                     outline.plain |= dict.fromkeys(assigned, value)
                     continue
         outline.computed |= assigned
-        outline.used |= read
+        # MODEL = dict(MODEL, depth=6) derives nothing else from MODEL
+        read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
+        outline.read |= read - assigned if isinstance(statement, ast.Assign) else read
     for name in outline.computed:
         outline.plain.pop(name, None)
     return outline
 
 
-def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
-    """Return the variables that a statement reads (`ast.Load`) or assigns (`ast.Store`)."""
-    nodes = ast.walk(statement)
-    return {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)
-    }
+def evaluate(expression: str | ast.Expression) -> Any:
+    """Return the value of an expression that uses no variable: a plain value."""
+    code = compile(expression, "", "eval")
+    return eval(code, {"__builtins__": {"dict": dict, "float": float}, **PREDEFINED})
 
 
 def _find_recipe(path: Path, module: str) -> Path | None:
@@ -174,3 +145,15 @@ def _find_recipe(path: Path, module: str) -> Path | None:
     if module not in recipes:
         raise ImportError(f"no recipe {module}{did_you_mean(module, recipes)}")
     return recipes[module]
+
+
+def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserError:
+    """Return what is wrong with the config file ``path``, which ended with ``error``."""
+    if isinstance(error, SyntaxError):
+        return UserError(f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}")
+    # an override that is wrong by itself is to blame, not the line that derives from it
+    check_given(Config, overrides)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), 1)
+    reason = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+    return UserError(f"{path}, line {line}: {reason}{error}")

@@ -1,6 +1,5 @@
 """Declare the config's keys (pydantic), and explain in one line a value that does not fit."""
 
-import reprlib
 import types
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -34,8 +33,6 @@ ALIASES = {
 # The default of an option that depends on `Options.CHOICE`.
 OF_CHOICE: Any = None
 NONE = type(None)
-SHORT = reprlib.Repr()
-SHORT.maxstring = 100
 # Finite; an integer stays one.
 Number = Annotated[
     float,
@@ -51,6 +48,10 @@ Natural = Annotated[int, Ge(1)]
 # Or a list of as many numbers.
 Pair = Annotated[tuple[Number, Number], Field(strict=False)]
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
+
+
+# Declares a key. To a type checker, `Field` in its place would have no default.
+key: Any = Field
 
 
 class Section(Schema):
@@ -69,14 +70,6 @@ class Section(Schema):
 
 
 S = TypeVar("S", bound=Section)
-
-
-def key(default: Any, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
-    """Declare a key: default (``...``: required), unit and bounds (ge, gt, le, lt).
-
-    ``says`` describes the values where type and bounds do not.
-    """
-    return Field(default, json_schema_extra={"unit": unit, "says": says}, **bounds)
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -111,12 +104,20 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     )
 
 
+def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return every key of ``section`` by its dotted name, those inside a dict after it."""
+    keys = {}
+    for name, field in section.model_fields.items():
+        keys[prefix + name] = field
+        inside = section_of(field)
+        if inside:
+            keys |= all_keys(inside, f"{prefix}{name}.")
+    return keys
+
+
 def values_of(field: FieldInfo) -> str:
-    """Describe the values that a key may have."""
-    extra: Any = field.json_schema_extra or {}
-    text = extra.get("says") or _describe(field.annotation, field.metadata)
-    unit = extra.get("unit")
-    return f"{text} ({unit})" if unit else text
+    """Describe the values that a key may have; its title does where type and bounds do not."""
+    return field.title or _describe(field.annotation, field.metadata)
 
 
 def _describe(kind: Any, metadata: Any = ()) -> str:
@@ -133,7 +134,7 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
     if issubclass(kind, Enum):
         return ", ".join(str(member) for member in kind)
     if issubclass(kind, Section):
-        return "dict(" + ", ".join(f"{name}=..." for name in list(kind.model_fields)[:3]) + ")"
+        return "dict"
     names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None"}
     return names[kind] + (_bounds(metadata) if kind in (int, float) else "")
 
@@ -148,27 +149,18 @@ def _bounds(metadata: Any) -> str:
 
 def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], where: str) -> str:
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
-    prefix = ""  # the dotted name of the key at fault, from the outermost section inwards
-    rest = [str(part) for part in problem["loc"]]  # ends with pydantic's names for parts of a value
-    inside: type[Section] | None = section
-    field, value = None, values
-    while inside and rest and rest[0] in inside.model_fields:
-        name = rest.pop(0)
-        prefix += f"{name}."
-        field = inside.model_fields[name]
-        value = value.get(name) if isinstance(value, Mapping) else value
-        inside = section_of(field)
-    key = prefix.removesuffix(".")
-    if problem["type"] == "extra_forbidden" and inside:
-        unknown = prefix + ".".join(rest)
-        known = [prefix + name for name in inside.model_fields]
-        return f"{where}unknown key {unknown}{suggest_key(unknown, known)}"
-    if problem["type"] == "missing" and field and not rest:
-        return f"{where}{key} is missing: {field.description}"
-    if problem["type"] == "value_error" and inside:  # of the section as a whole
-        return prefix + str(problem["ctx"]["error"])
-    assert field
-    return f"{key}={SHORT.repr(value)}: expected {values_of(field)}"
+    keys = all_keys(section)
+    parts = [str(part) for part in problem["loc"]]  # may end with pydantic's names for what it is
+    starts = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    key = next((start for start in starts if start in keys), "")
+    if problem["type"] == "extra_forbidden":
+        return f"{where}unknown key {starts[0]}{suggest_key(starts[0], keys)}"
+    if problem["type"] == "missing" and key == starts[0]:
+        return f"{where}{key} is missing: {keys[key].description}"
+    if problem["type"] == "value_error":  # of the section ``key`` as a whole
+        return f"{key}.".removeprefix(".") + str(problem["ctx"]["error"])
+    value = flatten(values).get(key, problem["input"])
+    return f"{key}={value!r}"[:150] + f": expected {values_of(keys[key])}"
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
@@ -181,8 +173,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        is_nested = isinstance(value, Mapping)
-        flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
@@ -205,15 +199,12 @@ class Options(Section):
             for choice, defaults in cls.TAKES.items():
                 if name in defaults:
                     choices.setdefault(defaults[name], []).append(choice.removeprefix("AMP_TYPE."))
-            if len(choices) == 1:
-                # for documentation: an option that no config names is None
-                field.default = next(iter(choices))
             shown = []
             for default, those in choices.items():
                 text = "by variant" if default is None else f"`{default!r}`"
                 shown.append(f"{text} ({', '.join(those)})")
-            extra: Any = field.json_schema_extra or {}
-            field.json_schema_extra = {**extra, "default": ", ".join(shown)}
+            if shown:
+                field.json_schema_extra = {"default": ", ".join(shown)}
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":

@@ -16,10 +16,9 @@ from common.config.execute import (
     evaluate,
     execute,
     override,
-    replacing,
 )
 from common.config.fields import parse, values_of
-from common.config.model_keys import data_of
+from common.config.model_keys import data_of, pretrained_config
 from common.config.originals import IN_SECTIONS, RENAMED, read_original, read_sections
 from common.config.schema import Config, find_key
 from common.engine.compiler import check_compile
@@ -29,6 +28,9 @@ from common.errors import UserError
 from common.files import short_path
 from common.launchers import is_first_process
 from common.text import did_you_mean, print_wrapped
+
+# Any value for the keys that only a train.py needs.
+REQUIRED = {"MICRO_BATCH_SIZE": 1, "NUM_EPOCHS": 1, "LEARNING_RATE": 1}
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -46,17 +48,15 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     values = {key: value for key, value in assigned.items() if not _is_helper(key, used)}
     recipe = {}
     if base and "MODEL" not in values:
-        recipe, _ = execute(find_config(base), {**overrides, **replacing(values)})
+        recipe, _ = execute(find_config(base), {**values, **overrides})
     keys_of_file = set(values)
     notes = read_original(values, recipe, base)
-    for key, changes in overrides.items():
-        # a key that `read_original` has renamed has its setting already
-        if key in values or key not in keys_of_file:
-            values[key] = override(changes, values.get(key))
+    # a key that `read_original` has renamed has its setting already
+    for key in top_keys(overrides) - (keys_of_file - values.keys()):
+        values[key] = override(key, values.get(key), overrides)
     _print_notes(str(path), read_sections(values) + notes)
     _choose_cut(values, overrides)
-    where = f"{path} or --set" if "MODEL" in overrides else str(path)
-    config = _complete(values, where)
+    config = _complete(values, f"{path} or --set")
     check_compile(config)
     return config
 
@@ -77,23 +77,20 @@ def load_own_config(config: Any) -> dict[str, Any]:
         where = str(config)
         values, used = execute(find_config(where), {})
     _print_notes(where, read_sections(values))
-    fields = Config.model_fields
-    theirs = [key for key in fields if key.islower()]
+    theirs = [key for key in Config.model_fields if key.islower()]
     for key in values:
         if key.islower() and key not in {*theirs, *RENAMED, "dali"} and not _is_helper(key, used):
             raise UserError(
                 f"{where}: unknown key {key}: keys in lower case are Colossal-AI's "
                 f"({', '.join(theirs)}); write your own in upper case"
             )
-    known = {key: value for key, value in values.items() if key in fields}
+    ours = {"TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+    checked = Config.model_fields if "MODEL" in values else {*theirs, *ours}
+    known = {key: value for key, value in values.items() if key in checked}
     if "MODEL" in values:
         return values | _complete(known, "config")
-    checked = {*theirs, "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"} & known.keys()
-    # any value for the keys that only train.py needs
-    needed = {key: 1 for key, field in fields.items() if field.is_required()}
-    needed |= {"MICRO_BATCH_SIZE": 1} | {key: known[key] for key in checked}
-    config = _complete(needed, "config")
-    return values | {key: config[key] for key in checked | {"parallel"}}
+    config = _complete(REQUIRED | known, "config")
+    return values | {key: config[key] for key in [*known, "parallel"]}
 
 
 def restore_config(
@@ -104,7 +101,7 @@ def restore_config(
     Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
     """
     overrides = parse_settings(settings)
-    changed = {key: override(changes, values.get(key)) for key, changes in overrides.items()}
+    changed = {key: override(key, values.get(key), overrides) for key in top_keys(overrides)}
     return parse(Config, {**values, **changed}, where).model_dump()
 
 
@@ -129,7 +126,7 @@ def find_config(name: str, base: str | None = None) -> Path:
 
 def parse_settings(settings: Sequence[str]) -> Overrides:
     """Return the overrides of ``KEY=VALUE`` settings; raise `UserError` for an unknown key."""
-    overrides: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+    overrides = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
@@ -138,8 +135,8 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         # MODEL may be timm's, whose arguments are checked with the whole of it
         if not name.startswith("MODEL.") and name not in IN_SECTIONS:
             takes_text = values_of(find_key(name)).startswith("text")
-        key, *inside = name.split(".")
-        overrides.setdefault(key, []).append((tuple(inside), _parse_value(text, takes_text)))
+        overrides.pop(name, None)  # the last one counts, and its position
+        overrides[name] = _parse_value(text, takes_text)
     return overrides
 
 
@@ -150,6 +147,11 @@ def _parse_value(text: str, takes_text: bool) -> Any:
     except Exception:
         return text
     return value if not takes_text or value is None or isinstance(value, str) else text
+
+
+def top_keys(overrides: Overrides) -> set[str]:
+    """Return the keys of a config that ``overrides`` change, as MODEL for "MODEL.depth"."""
+    return {name.partition(".")[0] for name in overrides}
 
 
 def _is_helper(name: str, used: set[str]) -> bool:
@@ -185,7 +187,8 @@ def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     checked.check_conflicts()
     config = checked.model_dump()
     stated = values.get("DATA") or {}
-    of_model = data_of(config["MODEL"])
+    timm = config["MODEL"]["timm"]
+    of_model = data_of(pretrained_config(timm).to_dict()) if timm else {}
     config["DATA"] |= {key: value for key, value in of_model.items() if key not in stated}
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]

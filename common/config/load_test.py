@@ -7,7 +7,7 @@ from common.config.fields import flatten
 from common.config.load import load_config, restore_config
 from common.config.originals_test import IMAGENET, load, parallel_lines
 from common.config.plan import DataSummary, build_plan
-from common.config.schema import all_keys, describe_keys, keys_as_markdown
+from common.config.schema import describe_keys, keys_as_markdown, known_keys
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.files import ROOT
@@ -118,7 +118,7 @@ def test_what_the_file_derives_follows_a_setting(tmp_path, text, changes, expect
 def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(
     tmp_path, text, more, changes
 ):
-    with pytest.raises(UserError, match="^NUM_EPOCHS='3': expected integer >= 1 .epochs.$"):
+    with pytest.raises(UserError, match="^NUM_EPOCHS='3': expected integer >= 1$"):
         load(tmp_path, text + more, "vit-b16", *changes)
 
 
@@ -185,7 +185,7 @@ REFUSED = {  # settings: what the message matches
     "LR_SCHEDULE=cosine_as_long_as_the_warm-up": (
         "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"
     ),
-    "MODEL=small": r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$",
+    "MODEL=small": "^MODEL='small': expected dict$",
     "DATA=dict(crop='simple', crop_scale=(0.5, 1.0))": (
         r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"
     ),
@@ -268,7 +268,7 @@ def test_the_remedies_of_the_messages_lead_to_a_config(recipe, setting):
             "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"
         ),
         B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4": "derives other keys from NUM_EPOCHS",
-        "NUM_EPOCHS = 1": "config.py: LEARNING_RATE is missing: peak",
+        "NUM_EPOCHS = 1": "config.py or --set: LEARNING_RATE is missing: peak",
         "BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1": "^TOTAL_BATCH_SIZE is missing: samples",
         MINIMAL + "SEED = 1 +": "config.py, line 4: SyntaxError: invalid syntax$",
         MINIMAL + "SEED = (1,\n  SEDE)": (
@@ -324,7 +324,7 @@ page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + 
 
 def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
     words = (
-        " GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: "
+        " GPUs (docs/parallel-modes.md); values: dict or None; default: "
         "None\nzero.stage: 1: shard the "
     )
     assert words in describe_keys("zero", 200)
@@ -341,7 +341,7 @@ def test_the_documentation_lists_the_keys_as_they_are():
     "value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999]
 )
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line(tmp_path, value):
-    for key, _ in all_keys():
+    for key in known_keys():
         try:
             config = load(tmp_path, MINIMAL, None, f"{key}={value}")
             build_plan(config, 8, DataSummary(1_281_167, 50_000, 1000, ""))

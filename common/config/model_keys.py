@@ -29,13 +29,13 @@ class Model(Section):
 
     timm: str | None = None
     """a model of timm's by name, whose arguments the other keys then are
-    ([own-images.md](own-images.md))"""
+    (docs/own-images.md)"""
 
-    image_size: Size = key(224, unit="pixels")
-    """side of the square input"""
+    image_size: Size = 224
+    """side of the square input, in pixels"""
 
-    patch_size: Size = key(16, unit="pixels")
-    """side of a patch; divides `image_size`"""
+    patch_size: Size = 16
+    """side of a patch, in pixels; divides `image_size`"""
 
     width: Size = 384
     """channels of a token"""
@@ -187,12 +187,12 @@ def pretrained_config(name: str) -> Any:
         raise UserError(f"timm={name!r}: timm has no such weights{known}") from None
 
 
-def data_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of DATA as the model's own configuration has them; none for a plain ViT."""
-    if not model["timm"]:
-        return {}
-    about = pretrained_config(model["timm"])
-    data = {name: getattr(about, theirs) for name, theirs in TIMM_DATA.items()}
+def data_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of DATA that timm's configuration ``about`` of weights has.
+
+    Without an interpolation that training does not know.
+    """
+    data = {name: about[theirs] for name, theirs in TIMM_DATA.items()}
     if data["interpolation"] not in ("bilinear", "bicubic"):
         del data["interpolation"]
     return data

@@ -6,7 +6,6 @@ UPPER CASE is ours, lower case is Colossal-AI's.
 import operator
 import re
 import textwrap
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Predicate
@@ -25,8 +24,8 @@ from common.config.fields import (
     Section,
     Share,
     Triple,
+    all_keys,
     key,
-    section_of,
     suggest_key,
     values_of,
 )
@@ -71,15 +70,15 @@ class Data(Section):
     """order over shards (data.md); blocks: in large reads, shuffled within windows; random:
     image by image; `None`: blocks where the training shards exceed the host's memory"""
 
-    block: Number = key(16, unit="MB", ge=1e-3, le=1e4)
-    """most that is read at once in blocks"""
+    block: Number = key(16, ge=1e-3, le=1e4)
+    """most MB that are read at once in blocks"""
 
     window: int = key(2, ge=1, le=10**4)
     """blocks that each of at most 64 streams of `order='blocks'` shuffles"""
 
     split: Literal[None, "counted"] = None
     """which fifth of a folder without a validation split is held out
-    ([own-images.md](own-images.md#1-prepare)); `None`: by file name, or as the resumed run did;
+    (docs/own-images.md); `None`: by file name, or as the resumed run did;
     counted: as earlier versions did"""
 
     labels: str | None = None
@@ -93,10 +92,10 @@ class Data(Section):
     """training crop; `simple` (DeiT III): a random square of the resized image, padded by 4
     pixels"""
 
-    crop_scale: CropScale = key((0.08, 1.0), says="(low, high), 0 < low <= high <= 1")
+    crop_scale: CropScale = key((0.08, 1.0), title="(low, high), 0 < low <= high <= 1")
     """share of the image's area that a training crop takes"""
 
-    crop_ratio: CropRatio = key((3 / 4, 4 / 3), says="(low, high), 0 < low <= high <= 100")
+    crop_ratio: CropRatio = key((3 / 4, 4 / 3), title="(low, high), 0 < low <= high <= 100")
     """width / height of a training crop"""
 
     repeats: int = key(1, ge=1, le=1024)
@@ -105,12 +104,12 @@ class Data(Section):
     flip: bool = True
     """mirror half of the training images"""
 
-    crop_padding: int = key(4, unit="pixels", ge=0, le=1024)
-    """CIFAR-10: border around an image before its crop"""
+    crop_padding: int = key(4, ge=0, le=1024)
+    """CIFAR-10: pixels around an image before its crop"""
 
     randaugment: TorchvisionRandAugment | TimmRandAugment | None = key(
         None,
-        says="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
+        title="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
     """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's,
     with `loader='torchvision'` only"""
@@ -124,10 +123,10 @@ class Data(Section):
     eval_crop: Number = key(0.875, ge=0.1, le=1)
     """share of the short side that evaluation's centre crop takes"""
 
-    mean: Triple = key((0.485, 0.456, 0.406), says="(R, G, B)")
+    mean: Triple = key((0.485, 0.456, 0.406), title="(R, G, B)")
     """subtracted from R, G, B (0 to 1)"""
 
-    std: Deviation = key((0.229, 0.224, 0.225), says="(R, G, B), each >= 1e-6")
+    std: Deviation = key((0.229, 0.224, 0.225), title="(R, G, B), each >= 1e-6")
     """then divided by"""
 
     @model_validator(mode="after")
@@ -161,7 +160,7 @@ class Optimizer(Options):
     """factor of the learning rate per layer from the head down; 1: none"""
 
     # these belong to some optimizers; their defaults are in `OPTIMIZERS`
-    betas: BETAS = key(None, says="(beta1, beta2), each >= 0 and < 1")
+    betas: BETAS = key(None, title="(beta1, beta2), each >= 0 and < 1")
     """decay of the moments"""
 
     eps: Positive = OF_CHOICE
@@ -173,13 +172,13 @@ class Optimizer(Options):
     bias_correction: bool = OF_CHOICE
     """divide the moments by 1 - beta^step"""
 
-    max_grad_norm: Limit = key(None, says="number > 0", gt=0)
+    max_grad_norm: Limit = key(None, title="number > 0", gt=0)
     """clip the gradient's norm; infinite: never"""
 
     always_adapt: bool = OF_CHOICE
     """trust ratio for tensors without weight decay too"""
 
-    trust_range: LIMITS = key(None, says="(low, high), 0 <= low <= high")
+    trust_range: LIMITS = key(None, title="(low, high), 0 <= low <= high")
     """least and greatest trust ratio"""
 
     momentum: Fraction = OF_CHOICE
@@ -204,8 +203,8 @@ class Optimizer(Options):
 
 
 class Log(Section):
-    every: Natural = key(10, unit="optimizer steps")
-    """steps between two lines of metrics.jsonl"""
+    every: Natural = 10
+    """optimizer steps between two lines of metrics.jsonl"""
 
     tensorboard: bool = True
     """write TensorBoard event files too"""
@@ -275,8 +274,8 @@ class Fp16(Options):
     backoff_factor: Number = key(0.5, gt=0, lt=1)
     """lowers the scale of the loss after an overflow"""
 
-    growth_interval: Natural = key(2000, unit="optimizer steps")
-    """between two raises without an overflow"""
+    growth_interval: Natural = 2000
+    """optimizer steps between two raises without an overflow"""
 
     enabled: bool = True
     """scale the loss in float16"""
@@ -291,8 +290,8 @@ class Fp16(Options):
 
 
 class TorchDdp(Options):
-    bucket_cap_mb: Number = key(25, unit="MiB", gt=0, le=2**20)
-    """size of the buckets in which gradients are averaged"""
+    bucket_cap_mb: Number = key(25, gt=0, le=2**20)
+    """MiB of the buckets in which gradients are averaged"""
 
     gradient_as_bucket_view: bool = True
     """keep gradients in the buckets"""
@@ -324,38 +323,38 @@ STEPS_OR_MINUTES = Annotated[
 
 
 class Config(Section):
-    TOTAL_BATCH_SIZE: Natural | None = key(None, unit="images")
+    TOTAL_BATCH_SIZE: Natural | None = None
     """samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`"""
 
-    MICRO_BATCH_SIZE: Natural | None = key(None, unit="images")
+    MICRO_BATCH_SIZE: Natural | None = None
     """samples per forward pass on a GPU, or on the GPUs that share one model"""
 
-    BATCH_SIZE: Natural | None = key(None, unit="images")
+    BATCH_SIZE: Natural | None = None
     """derived: `TOTAL_BATCH_SIZE // gradient_accumulation`"""
 
     GPUS: int = key(1, ge=1, le=10**6)
     """GPUs the recipe is written for; default GPU count for `--dry-run`"""
 
-    NUM_EPOCHS: Natural = key(..., unit="epochs")
+    NUM_EPOCHS: Natural
     """passes over the training data"""
 
-    WARMUP_EPOCHS: NonNegative = key(0, unit="epochs")
-    """linear warm-up; less than `NUM_EPOCHS`"""
+    WARMUP_EPOCHS: NonNegative = 0
+    """epochs of linear warm-up; less than `NUM_EPOCHS`"""
 
-    MAX_STEPS: Natural | None = key(None, unit="optimizer steps")
-    """stop early; the schedule is unchanged"""
+    MAX_STEPS: Natural | None = None
+    """optimizer steps after which to stop early; the schedule is unchanged"""
 
     IMAGE_SIZES: list[Pixels | PixelsAndBatch] = key(
-        [], says="list of (epochs, pixels) or (epochs, pixels, images)"
+        [], title="list of (epochs, pixels) or (epochs, pixels, images)"
     )
     """side of the training images in the first epochs, and their micro-batch if not
-    `MICRO_BATCH_SIZE`; then, and in evaluation, `MODEL.image_size` ([recipes.md](recipes.md))"""
+    `MICRO_BATCH_SIZE`; then, and in evaluation, `MODEL.image_size` (docs/recipes.md)"""
 
-    EVAL_EVERY: Natural = key(1, unit="epochs")
+    EVAL_EVERY: Natural = 1
     """epochs between evaluations; the last epoch is always evaluated"""
 
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
-        "10 min", says="optimizer steps, as 500, or minutes, as '10 min'"
+        "10 min", title="optimizer steps, as 500, or minutes, as '10 min'"
     )
     """interval between checkpoints"""
 
@@ -378,7 +377,7 @@ class Config(Section):
     WARMUP_LR: NonNegative | None = None
     """learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`"""
 
-    COOLDOWN_EPOCHS: NonNegative = key(0, unit="epochs")
+    COOLDOWN_EPOCHS: NonNegative = 0
     """last epochs, which are trained at `MIN_LR`"""
 
     OPTIMIZER: Optimizer = Optimizer()
@@ -408,7 +407,7 @@ class Config(Section):
     CUTMIX: Number = key(0.0, ge=0, le=1000)
     """alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches"""
 
-    MIXUP_OFF_EPOCHS: int = key(0, unit="epochs", ge=0)
+    MIXUP_OFF_EPOCHS: int = key(0, ge=0)
     """last epochs, without Mixup and CutMix"""
 
     THREE_AUGMENT: bool = False
@@ -442,8 +441,8 @@ class Config(Section):
     MAX_SKIPPED: int = key(20, ge=0)
     """updates in a row that may be skipped for numbers that are not finite"""
 
-    TIMEOUT: Number = key(600, unit="seconds", ge=1, le=10**7)
-    """after which a lost or hanging rank ends the run; longer than a checkpoint takes to write"""
+    TIMEOUT: Number = key(600, ge=1, le=10**7)
+    """seconds without progress after which the run ends; longer than a checkpoint takes to write"""
 
     SEED: int = key(1024, ge=0, le=2**63 - 1)
     """seed for initialisation, sampling, augmentation, dropout"""
@@ -458,7 +457,7 @@ class Config(Section):
     """Colossal-AI's form of the two keys above"""
 
     zero: Zero | None = None
-    """ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))"""
+    """ZeRO over data-parallel GPUs (docs/parallel-modes.md)"""
 
     fp16: Fp16 | None = None
     """mixed precision; `None`: float32"""
@@ -467,7 +466,7 @@ class Config(Section):
     """let float32 products round their inputs to TF32 on GPUs that have it"""
 
     COMPILE: bool | Literal["model", "max-autotune"] | None = key(
-        None, says="True, False, None, 'model' or 'max-autotune'"
+        None, title="True, False, None, 'model' or 'max-autotune'"
     )
     """torch.compile: True: the blocks; 'max-autotune': the blocks, by the fastest of several
     kernels; 'model': the model; `None`: True on GPUs without tensor parallelism"""
@@ -553,24 +552,19 @@ CONFLICTS = (
 )
 
 
-def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key under its dotted name, those inside a dict after it."""
-    for name, field in section.model_fields.items():
-        yield prefix + name, field
-        inside = section_of(field)
-        if inside:
-            yield from all_keys(inside, f"{prefix}{name}.")
-        if inside is Model:
-            yield from (
-                (f"{name}.{own}", it)
-                for own, it in TimmModel.model_fields.items()
-                if own not in Model.model_fields
-            )
+def known_keys() -> dict[str, FieldInfo]:
+    """Return every key by its dotted name; the last ones are of timm's models only."""
+    keys = all_keys(Config)
+    return keys | {
+        f"MODEL.{name}": field
+        for name, field in TimmModel.model_fields.items()
+        if name not in Model.model_fields
+    }
 
 
 def find_key(name: str) -> FieldInfo:
     """Return the key of a dotted name; raise `UserError` with the nearest for an unknown one."""
-    keys = dict(all_keys())
+    keys = known_keys()
     if name not in keys:
         raise UserError(f"{name}: unknown key{suggest_key(name, keys)}")
     return keys[name]
@@ -580,9 +574,8 @@ def keys_as_markdown() -> str:
     """Return the table of all keys that docs/config.md holds."""
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | "
-        f"{field.description} |"
-        for key, field in all_keys()
+        f"| `{key}` | {values_of(field)} | {_default(field)} | {field.description} |"
+        for key, field in known_keys().items()
     ]
     return "\n".join(rows)
 
@@ -594,12 +587,11 @@ def describe_keys(name: str = "", width: int = 80) -> str:
     lines = [
         f"{key}: {field.description}; values: {values_of(field)}; default: "
         f"{_default(field) or 'a dict'}"
-        for key, field in all_keys()
+        for key, field in known_keys().items()
         if not name or key == name or key.startswith(f"{name}.")
     ]
-    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"docs/\1", "\n".join(lines)).replace("`", "")
     return "\n".join(
-        textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines()
+        textwrap.fill(line.replace("`", ""), width, subsequent_indent="    ") for line in lines
     )
 
 
@@ -609,5 +601,5 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, Section):
         return ""
-    extra: Any = field.json_schema_extra or {}
-    return extra.get("default") or f"`{field.default!r}`"
+    by_choice: Any = field.json_schema_extra  # of `Options`
+    return by_choice["default"] if by_choice else f"`{field.default!r}`"

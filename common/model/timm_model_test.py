@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
-from common.checkpoint.weights import fit_pretrained
+from common.checkpoint.weights import load_pretrained
 from common.config.load import load_config
 from common.engine.amp import Cast, MixedPrecision
 from common.engine.amp_test import MODES
@@ -167,14 +167,14 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path):
     theirs = timm.create_model("test_vit", img_size=64, num_classes=7)
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     model = build_model(timm="test_vit", image_size=32, num_classes=3)
-    weights, done = fit_pretrained(model, str(tmp_path / "weights.pt"))
+    done = load_pretrained(model, str(tmp_path / "weights.pt"))
     assert done.endswith("; a new head of 3 classes, not its 7")
     overlay = {"file": str(tmp_path / "weights.pt"), "num_classes": 7}
     expected = timm.create_model(
         "test_vit", img_size=32, num_classes=3, pretrained=True, pretrained_cfg_overlay=overlay
     )
     for name, value in expected.state_dict().items():
-        assert name.startswith("head.") or torch.equal(weights[name], value), name
+        assert name.startswith("head.") or torch.equal(model.state_dict()[name], value), name
 
 
 def test_synchronised_batch_norms_keep_their_activations():

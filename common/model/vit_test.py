@@ -9,8 +9,13 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.checkpoint.weights import infer_model
-from common.model.build import build_model, state_shapes, timm_architecture, timm_arguments
+from common.model.build import (
+    build_model,
+    state_shapes,
+    timm_architecture,
+    timm_arguments,
+)
+from common.model.fit import infer_model
 from common.model.vit import MASK_LEVELS, Dropout, DropPath, attend
 from common.testing.ranks import slow
 
@@ -236,7 +241,10 @@ NAMES = [
 def test_timm_name_creates_the_same_shapes(name):
     with torch.device("meta"):
         theirs = timm.create_model(name)
-        shape = infer_model("", theirs.state_dict()) | {"heads": theirs.blocks[0].attn.num_heads}
+        shape = infer_model(theirs.state_dict()) | {
+            "heads": theirs.blocks[0].attn.num_heads,
+            "image_size": theirs.patch_embed.img_size[0],
+        }
         ours = build_model(**shape)
     assert timm_architecture(**shape)[0] == name
     assert (

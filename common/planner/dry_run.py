@@ -10,7 +10,7 @@ import torch
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
-from common.config.schema import all_keys
+from common.config.schema import known_keys
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import describe_tensor_parallel, resolve_parallel
@@ -24,7 +24,7 @@ from common.text import counted, format_table, print_wrapped
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
-DEFAULTS = {name: field.default for name, field in all_keys()}
+DEFAULTS = {name: field.default for name, field in known_keys().items()}
 DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
 ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 

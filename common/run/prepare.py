@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.checkpoint.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
-from common.checkpoint.weights import fit_pretrained, resolve_source
+from common.checkpoint.weights import load_pretrained, resolve_source
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
@@ -27,6 +26,7 @@ from common.launchers import is_first_process
 from common.metrics import batch_finder, lr_finder
 from common.metrics.loggers import check_trackers
 from common.model.build import build_on_meta
+from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
 from common.planner.prediction import check_limits
@@ -179,7 +179,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     """
     settings = list(args.set)
     if args.init:
-        settings.append(f"INIT={args.init}")
+        settings.append(f"INIT={args.init!r}")
     if args.find_batch:
         settings.append("LOG.noise_scale=True")
     config = load_config(args.config, settings, task.recipe)
@@ -255,7 +255,7 @@ def check_init(
             _check_random_start(config, args.config)
         return ""
     names = data.class_names if data else ()
-    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
+    done = load_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
     # what happens to the head is not known without the number of classes
     return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
 

@@ -15,9 +15,10 @@ from common.checkpoint.content import (
     OPTIMIZER,
     RANDOM,
     TRAINER,
+    Tensors,
     read_trainer_state,
 )
-from common.checkpoint.save import Tensors, newest_checkpoint, write_checkpoint
+from common.checkpoint.save import newest_checkpoint, write_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.hardware import describe_run

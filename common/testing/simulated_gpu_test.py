@@ -33,7 +33,7 @@ ALLOWED = {
     "common/metrics/hook.py:average",
     "common/checkpoint/save.py:full_state_dict",
     "common/checkpoint/save.py:load_full_state_dict",
-    "common/checkpoint/save.py:_load_moments",
+    "common/engine/tensor_parallel/sharding.py:load_full_optimizer_state",
     "common/engine/tensor_parallel/sharding.py:load_full_model_state",
     "common/engine/step_optimizer.py:SkipCounter.exceeds",
     "common/engine/step_optimizer.py:SkipCounter.state_dict",

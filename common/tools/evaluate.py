@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint.classes import ORDER_HELP, ORDERS, match_classes, order_classes
 from common.checkpoint.content import list_changes
-from common.checkpoint.saved_run import SavedRun, build_parser
-from common.checkpoint.weights import OTHERS, open_model
+from common.checkpoint.saved_run import SavedRun
+from common.checkpoint.weights import open_model
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS, note_missing
 from common.engine.collectives import gather
@@ -35,9 +34,11 @@ from common.hardware import describe_run
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.metrics.hook import average, best_classes, count_correct
 from common.metrics.metrics_file import finite
+from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
 from common.plot import build_figure, save_figure
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
+from common.tools.arguments import build_parser, name_classes
 
 AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
 NAMED_CLASSES = 50  # most classes whose names the picture shows
@@ -49,9 +50,9 @@ def main(argv: list[str]) -> None:
     launch = detect_launch(args, os.environ)
     settings = list(args.set)
     if args.data:
-        settings.append(f"DATA.root={args.data}")
+        settings.append(f"DATA.root={args.data!r}")
     run = open_model(args.run, settings, raw=args.raw)
-    run.name_classes(args.classes)
+    name_classes(run, args.classes)
     task = find_task(run.about["task"])
     is_own_data = choose_images(run, task, args)
     summary = task.describe(run.config["DATA"])
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = build_parser(__doc__, OTHERS)
+    parser = build_parser(__doc__, takes_others=True)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
     parser.add_argument("--class-order", choices=ORDERS, help=ORDER_HELP)

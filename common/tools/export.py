@@ -25,12 +25,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.model_keys import NOT_IN_TIMM
 from common.errors import UserError
 from common.files import own_file, short_path
 from common.model.build import timm_architecture
 from common.task import find_task
+from common.tools.arguments import build_parser, name_classes
 
 WEIGHTS = "model.safetensors"
 # Of the largest logit. float32 in another order of operations stays below a tenth of it.
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
-    run.name_classes(args.classes)
+    name_classes(run, args.classes)
     name = run.checkpoint.name + ("-raw" if args.raw else "")
     output = Path(args.output or run.folder / "export" / name / args.to)
     difference = export(run, args.to, output)

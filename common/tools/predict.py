@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from PIL import UnidentifiedImageError
 
-from common.checkpoint.saved_run import SavedRun, build_parser
-from common.checkpoint.weights import OTHERS, open_model
+from common.checkpoint.saved_run import SavedRun
+from common.checkpoint.weights import open_model
 from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.decoding import MAX_BYTES, UNREADABLE, decode_image
 from common.data.image_folder import list_files
@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.files import read_bytes, short_path
 from common.task import find_task
 from common.text import printable
+from common.tools.arguments import build_parser, name_classes
 
 STDIN = "-"
 BATCH = 64
@@ -36,7 +37,7 @@ Answer = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    parser = build_parser(__doc__, OTHERS)
+    parser = build_parser(__doc__, takes_others=True)
     parser.add_argument(
         "images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin"
     )
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     images = list_images(args.images)
     run = open_model(args.run, args.set, raw=args.raw)
-    run.name_classes(args.classes)
+    name_classes(run, args.classes)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     status = 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from common.engine.tensor_parallel.layers import (
     ColumnLinear,
@@ -240,6 +241,35 @@ def load_full_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None
     """Copy full parameters and buffers into a model that may be sharded."""
     for name, local in local_state(model).items():
         local.copy_(local_shard(local, state[name]))
+
+
+def full_optimizer_state(
+    model: nn.Module, optimizer: Optimizer
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Gather the optimizer's states with `gather_full`, as ``<state>/<parameter>`` and a tensor."""
+    for name, parameter in named_shards(model).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                # others, as a number of steps or the means of rows, are the same on all ranks
+                is_like = value.shape == parameter.shape
+                yield f"{key}/{name}", gather_full(parameter, value) if is_like else value
+
+
+def load_full_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
+) -> None:
+    """Give every parameter its shard of what `full_optimizer_state` has gathered."""
+    parameters = named_shards(model)
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for entry, full in state.items():
+        key, _, name = entry.partition("/")
+        parameter = parameters[name]
+        if parameter in trained:  # it may be frozen now
+            is_like = full.shape == full_shape(parameter)
+            value = local_shard(parameter, full) if is_like else full
+            optimizer.state[parameter][key] = value
+    # brings each state to the optimizer's device and type
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:

@@ -3,11 +3,13 @@
 docs/own-images.md has the rules, and what happens where a side has no names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
-from common.files import canonical_name
+from common.files import canonical_name, read_names
 from common.text import list_some
 
 ORDERS = ("text", "timm")
@@ -62,3 +64,33 @@ def order_classes(
         "warning: the model names no classes; their order is taken to be the data set's, "
         f"{list_some(names)}{timms}; --classes FILE gives another"
     )
+
+
+def match_head(
+    about: Mapping[str, Any], names: Sequence[str], classes: str | None
+) -> tuple[list[int | None], str]:
+    """Return the row of the weights' head for each of ``names``, and a warning if it is not known.
+
+    ``about``, or ``classes`` in its place, names the rows.
+    """
+    known = name_classes(about)
+    if classes and classes not in ORDERS:
+        known = {"class_names": read_names(Path(classes)), "descriptions": []}
+        classes = None
+    rows, warning = order_classes(known["class_names"], names, classes, len(names))
+    return match_classes([rows, known["descriptions"]], names), warning
+
+
+def name_classes(about: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the classes' names and what they mean; of ImageNet's those that timm knows."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    count = about.get("num_classes") or 0
+    names = about.get("label_names") or []
+    descriptions = []
+    subset = None if names else infer_imagenet_subset({"num_classes": count})
+    if subset is not None:
+        info = ImageNetInfo(subset)
+        names = info.label_names()
+        descriptions = [info.index_to_description(label) for label in range(count)]
+    return {"class_names": list(names), "descriptions": descriptions}

@@ -1,0 +1,51 @@
+"""The arguments that evaluate, predict and export share."""
+
+import argparse
+from pathlib import Path
+
+from common.checkpoint.saved_run import SavedRun
+from common.errors import UserError, command_parser
+from common.files import read_names
+from common.model.classes import CLASSES_HELP
+
+OTHERS = (
+    ", a file of weights, a folder that export wrote for timm, a model of timm's by name, or "
+    "hf-hub:<user>/<name>"
+)
+
+
+def build_parser(description: str | None, *, takes_others: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a command whose first argument is what `open_run` opens.
+
+    ``takes_others``: or what `open_model` opens, which may need ``--set``.
+    """
+    parser = command_parser(description)
+    parser.add_argument(
+        "run",
+        metavar="RUN_OR_CHECKPOINT",
+        help=f"a run's folder, or one in its checkpoints/{OTHERS if takes_others else ''}",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
+    )
+    parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
+    if takes_others:
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="override a key of the config",
+        )
+    return parser
+
+
+def name_classes(run: SavedRun, file: str | None) -> None:
+    """Take the names of the classes from ``file``, one a line in the order of the outputs."""
+    if file is None:
+        return
+    names = read_names(Path(file))
+    outputs = run.config["MODEL"]["num_classes"]
+    if len(names) != outputs:
+        raise UserError(f"--classes {file}: {len(names)} names, the model has {outputs} classes")
+    run.about["data"] |= {"class_names": names, "descriptions": []}

@@ -40,6 +40,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         num_classes=len(train.class_names),
         fingerprint=fingerprint_of([train.fingerprint, test.fingerprint]),
         class_names=train.class_names,
+        class_counts=train.class_counts,
         validation=f"{TEST_SHARE:.0%} of each category, held out",
     )
 

@@ -48,7 +48,9 @@ def main(argv: list[str]) -> None:
     train_loader = BatchAugment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
-    criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM)
+    criterion = MixupLoss(
+        config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM, run.class_weights
+    )
     engine, train_loader, eval_loader, lr_scheduler = initialize(
         model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
     )

@@ -95,7 +95,7 @@ def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
     assert describe_data(data) == DataSummary(
-        8, 6, 3, images.fingerprint, ["b", "g", "r"], validation="the test split"
+        8, 6, 3, images.fingerprint, ["b", "g", "r"], [4, 2, 2], validation="the test split"
     )
     assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")

@@ -36,6 +36,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         num_classes=len(images.class_names),
         fingerprint=images.fingerprint,
         class_names=images.class_names,
+        class_counts=np.bincount(images.train.labels, minlength=len(images.class_names)).tolist(),
         validation=note_missing("the test split", images.class_names, images.test.labels),
     )
 
@@ -55,6 +56,7 @@ def build_train_loader(
     """
     images = _load(data, "train", image_size)
     options |= dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
+    options["balanced"] = images.labels if data["sampling"] else None
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **options)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, data, device))

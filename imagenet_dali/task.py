@@ -61,6 +61,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         num_classes=len(train.class_names),
         fingerprint=fingerprint,
         class_names=train.class_names,
+        class_counts=train.class_counts,
         shard_bytes=train.span_bytes(0, len(train)),
         is_shuffled=train.is_shuffled,
         validation=note_missing(validation.origin, train.class_names, validation.labels),

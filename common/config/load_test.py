@@ -218,6 +218,9 @@ REFUSED = {  # settings: what the message matches
     "ERASING_MODE=pixel": "^ERASING_MODE='pixel' has no effect with ERASING=0.0: leave",
     "EMA_WARMUP=False": "^EMA_WARMUP=False has no effect with EMA=0.0: leave",
     "LABEL_SMOOTHING=0.1; BCE_THRESHOLD=0": "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set",
+    "DATA=dict(sampling='balanced', order='blocks')": "^DATA.sampling='balanced' has no effect",
+    "CLASS_WEIGHTS=balanced; DATA.sampling=balanced": "make up for unequal classes twice: leav",
+    "CLASS_WEIGHTS=[1,-1]": r"^CLASS_WEIGHTS=\[1, -1\]: expected None, 'balanced', 'effective' or",
     "FREEZE=body; OPTIMIZER.layer_decay=0.5": "FREEZE='body' trains the head alone: leave out",
     "TENSOR_PARALLEL_SIZE=2; TENSOR_PARALLEL_MODE=1d; COMPILE=True": (
         "COMPILE=True does not support tensor"

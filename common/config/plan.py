@@ -14,7 +14,8 @@ from common.text import counted, nearest_multiples
 class DataSummary:
     """A data set's sample counts, its classes, and which one it is.
 
-    ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of
+    ``fingerprint`` is a checksum over its content, wherever it lies. ``class_counts`` are the
+    training images of each class. ``shard_bytes`` are those of
     the training images in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive
     ones are of different classes. ``validation`` says where the evaluation images come from, and
     ``held_out`` which share of train they are and how it was drawn, if they are.
@@ -25,6 +26,7 @@ class DataSummary:
     num_classes: Count
     fingerprint: str
     class_names: Sequence[str] = ()
+    class_counts: Sequence[int] = ()
     shard_bytes: Count = 0
     is_shuffled: bool = True
     validation: str = ""

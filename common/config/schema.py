@@ -70,6 +70,9 @@ class Data(Section):
     """order over shards (data.md); blocks: in large reads, shuffled within windows; random:
     image by image; `None`: blocks where the training shards exceed the host's memory"""
 
+    sampling: Literal[None, "balanced"] = None
+    """balanced: classes are drawn equally often, the images of small ones several times an epoch"""
+
     block: Number = key(16, ge=1e-3, le=1e4)
     """most MB that are read at once in blocks"""
 
@@ -83,7 +86,7 @@ class Data(Section):
 
     labels: str | None = None
     """table of paths and labels, from `root`, with `loader='torchvision'`
-    ([own-images.md](own-images.md#labels-from-a-table))"""
+    (docs/own-images.md)"""
 
     columns: str | None = None
     """its columns, as 'path=file,label=species,split=fold'; `None`: by content"""
@@ -131,6 +134,8 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
+        if self.sampling and self.order == "blocks":
+            raise ValueError("sampling='balanced' has no effect with order='blocks': leave one out")
         for name in ("crop_scale", "crop_ratio"):
             value = getattr(self, name)
             if self.crop == "simple" and value != type(self).model_fields[name].default:
@@ -432,6 +437,10 @@ class Config(Section):
     BCE_SUM: bool = False
     """sum binary cross-entropy over the classes instead of averaging it"""
 
+    CLASS_WEIGHTS: Literal[None, "balanced", "effective"] | list[NonNegative] = None
+    """weights of the classes in the training loss (docs/own-images.md); a list has one for each, in
+    the order of labels"""
+
     DATA: Data = Data()
     """where the images are and how they are read"""
 
@@ -513,6 +522,12 @@ class Config(Section):
             raise ValueError(
                 f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
                 f"OPTIMIZER.layer_decay={decay}"
+            )
+        weights = self.CLASS_WEIGHTS
+        if isinstance(weights, str) and self.DATA.sampling:
+            raise ValueError(
+                f"CLASS_WEIGHTS={weights!r} and DATA.sampling={self.DATA.sampling!r} make up for "
+                "unequal classes twice: leave one out"
             )
         smoothing = self.LABEL_SMOOTHING
         if smoothing and self.BCE_THRESHOLD not in (None, "soft"):

@@ -243,3 +243,32 @@ def test_the_loss_is_timms(smoothing, threshold, is_summed):
         torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(criterion(padded, labels[0]), expected, rtol=1e-6, atol=0)
     assert criterion(logits, torch.full_like(target, -100)) == 0
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.0, 0.5), (0.1, "soft")]
+)
+def test_class_weights_are_torchs(smoothing, threshold):
+    torch.manual_seed(0)
+    logits = torch.randn(9, 5)
+    target = torch.randint(5, (9,))
+    weights = 3 * torch.rand(5)
+    criterion = MixupLoss(smoothing, threshold, bce_sum=True, class_weights=weights)
+    padded = F.pad(logits, (0, 0, 0, 3))
+    labels = [F.pad(each, (0, 3), value=-100) for each in (target, target.flip(0))]
+    for share in (0.3, 1.0):
+        soft = mixup_target(target, 5, share, smoothing)
+        expected = F.cross_entropy(logits, soft, weights)
+        if threshold is not None:
+            of_image = mixup_target(target, 5, share) @ weights
+            expected = F.binary_cross_entropy_with_logits(
+                logits, (soft > 0.5).float() if threshold == 0.5 else soft, reduction="none"
+            )
+            expected = (of_image * expected.sum(1)).mean()
+        torch.testing.assert_close(criterion(padded, *labels, torch.tensor(share)), expected)
+    torch.testing.assert_close(criterion(padded, labels[0]), expected)
+    if threshold is None:
+        of_labels = F.cross_entropy(
+            logits, target, weights, label_smoothing=smoothing, reduction="sum"
+        )
+        torch.testing.assert_close(expected, of_labels / 9)

@@ -51,6 +51,11 @@ class ImageSplit(ABC):
         return len(self.labels)
 
     @property
+    def class_counts(self) -> list[int]:
+        """The number of images of each class."""
+        return np.bincount(self.labels, minlength=len(self.class_names)).tolist()
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A checksum over the content, wherever it lies; splits of one data set may share it."""

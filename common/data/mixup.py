@@ -83,6 +83,11 @@ class MixupLoss(nn.Module):
     Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy,
     averaged over the classes or with ``bce_sum`` summed, with target 1 for classes whose weight
     exceeds it (DeiT III, arXiv 2204.07118), or with "soft" against the smoothed weights.
+
+    With ``class_weights`` [num_classes], cross-entropy is that of PyTorch with ``weight``: the term
+    of each class has its weight. In binary cross-entropy all terms of an image have the weights of
+    its labels, by their shares. The mean is over the images, as PyTorch's for class probabilities,
+    and not over their weights, so that it does not depend on how a batch is cut.
     """
 
     def __init__(
@@ -90,11 +95,13 @@ class MixupLoss(nn.Module):
         label_smoothing: float = 0.0,
         bce_threshold: float | str | None = None,
         bce_sum: bool = False,
+        class_weights: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
         self.bce_threshold = bce_threshold
         self.bce_sum = bce_sum
+        self.class_weights = class_weights
 
     def forward(
         self,
@@ -122,7 +129,11 @@ class MixupLoss(nn.Module):
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the valid labels; PyTorch's own mean of none is NaN."""
         loss = F.cross_entropy(
-            logits, target, label_smoothing=self.label_smoothing, reduction="sum"
+            logits,
+            target,
+            self.class_weights,
+            label_smoothing=self.label_smoothing,
+            reduction="sum",
         )
         return loss / (target >= 0).sum().clamp(min=1)
 
@@ -134,6 +145,9 @@ class MixupLoss(nn.Module):
             # padding has no class, but an index that scatter_add_ takes
             weight_B = share * (label >= 0).float()
             target_BK.scatter_add_(1, label.clamp(min=0)[:, None], weight_B[:, None])
+        weights_B = is_valid_B.float()
+        if self.class_weights is not None:
+            weights_B = (target_BK * self.class_weights).sum(1)
         if isinstance(self.bce_threshold, float | int):
             target_BK = (target_BK > self.bce_threshold).float()
         else:
@@ -141,4 +155,4 @@ class MixupLoss(nn.Module):
             target_BK = torch.lerp(target_BK, uniform_BK, self.label_smoothing)
         losses_BK = F.binary_cross_entropy_with_logits(logits, target_BK, reduction="none")
         losses_B = losses_BK.sum(1) if self.bce_sum else losses_BK.mean(1)
-        return (losses_B * is_valid_B).sum() / is_valid_B.sum().clamp(min=1)
+        return (losses_B * weights_B).sum() / is_valid_B.sum().clamp(min=1)

@@ -21,7 +21,7 @@ import numpy as np
 from common.resolutions import Resolution, resolution_at
 
 # the streams of random numbers, each the second word of Philox's key
-ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW = range(6)
+ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW, CLASSES = range(7)
 WORDS_PER_BLOCK = 4
 PADDING = -1  # an index that stands for no sample
 NO_LABEL = -100  # its label, which cross_entropy ignores
@@ -65,6 +65,8 @@ class TrainSampler:
     the samples nor the random numbers of a global batch change. No micro-batch is smaller than
     ``micro_batch``.
 
+    With ``balanced``, the labels of all samples, int [N], the order is that of `balanced_order`.
+
     ``blocks`` holds the first record of each block and the number of records, int64. With it the
     order is one of streams of blocks, else a permutation of all samples. Each stream has
     consecutive rows of the batch.
@@ -79,6 +81,7 @@ class TrainSampler:
     seed: int
     uniforms: int = 0
     repeats: int = 1
+    balanced: np.ndarray | None = None
     blocks: np.ndarray | None = None
     window: int = 1
     resolutions: Sequence[Resolution] = ()
@@ -148,6 +151,8 @@ class TrainSampler:
         """Return ``length`` samples of stream ``number``, from ``start`` of the order of blocks."""
         if self.blocks is None:
             order = epoch_order(self.samples, self.seed, epoch)
+            if self.balanced is not None:
+                order = balanced_order(self.balanced, order, self.seed, epoch)
             return Stream(order, np.zeros_like(order), np.array([[0, self.samples]]))
         order = epoch_order(len(self.blocks) - 1, self.seed, epoch, BLOCKS)
         words = _philox(self.seed, WINDOW, epoch, number, 0).random_raw(length)
@@ -202,6 +207,23 @@ def epoch_order(samples: int, seed: int, epoch: int, stream: int = ORDER) -> np.
     ``Generator.permutation``.
     """
     return np.argsort(_philox(seed, stream, epoch, 0, 0).random_raw(samples), kind="stable")
+
+
+def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """Return as many samples as ``order`` has, int64, such that each class has equally many.
+
+    Of K classes with samples, each is drawn once in every K draws, in random order. Its samples
+    come in their ``order``, and from the first again where they are fewer than its draws.
+    """
+    by_class = order[np.argsort(labels[order], kind="stable")]
+    _, counts = np.unique(labels, return_counts=True)  # [K]
+    firsts = np.cumsum(counts) - counts
+    draws = np.arange(-(-len(order) // len(counts)) * len(counts))
+    number, label = np.divmod(draws, len(counts))
+    words = _philox(seed, CLASSES, epoch, 0, 0).random_raw(len(draws))
+    # ``number`` stays sorted: the classes are shuffled within it
+    label = label[np.lexsort((words, number))]
+    return by_class[firsts[label] + number % counts[label]][: len(order)]
 
 
 def sample_uniforms(

@@ -10,6 +10,7 @@ from common.resolutions import Resolution
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
 SPLIT = dict(blocks=BLOCKS, window=3)
+LABELS = np.repeat([3, 0, 4, 1], [700, 200, 90, 10])  # of 5 classes, one without samples
 OTHER = dict(resolutions=[Resolution(9, 8, 2, 1)])  # micro-batches of 2
 
 
@@ -36,7 +37,9 @@ def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple
     return steps
 
 
-@pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}, OTHER])
+@pytest.mark.parametrize(
+    "options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}, OTHER, {"balanced": LABELS}]
+)
 @pytest.mark.parametrize(
     ("micro_batch", "dp_size"), [(8, 1), (8, 2), (4, 4), (2, 8), (12, 2), (8, 3), (1, 24)]
 )
@@ -47,7 +50,7 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, 
     ):
         assert all(map(np.array_equal, got, expected))
     indices = np.concatenate([batch for batch, _ in one])
-    assert len(np.unique(indices)) == 20 * 48 or "repeats" in options
+    assert len(np.unique(indices)) == 20 * 48 or options.keys() & {"repeats", "balanced"}
 
 
 @pytest.mark.parametrize(
@@ -70,11 +73,30 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
             assert len(np.unique(micro_batch)) == len(micro_batch)
 
 
+def test_classes_are_drawn_equally_often():
+    epochs = []
+    for epoch in range(2):
+        steps = global_batches(1000, 8, 8, 1, epoch=epoch, balanced=LABELS)
+        indices = np.concatenate([drawn for drawn, _ in steps])
+        labels = LABELS[indices].reshape(-1, 4)
+        assert (np.sort(labels) == [0, 1, 3, 4]).all()
+        assert len(np.unique(labels, axis=0)) > 20  # in any order
+        for label in (0, 1, 3, 4):  # 250 draws, of its samples in turn
+            _, counts = np.unique(indices[LABELS[indices] == label], return_counts=True)
+            assert counts.sum() == 250
+            assert len(counts) == min(250, np.count_nonzero(label == LABELS))
+            assert counts.max() - counts.min() <= 1
+        epochs.append(set(indices[LABELS[indices] == 3].tolist()))
+    assert len(epochs[0] & epochs[1]) < 150  # other samples of the large class
+
+
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
     draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))
     row = draws[7].uniforms[0]  # row 2 of step 1
     assert row.tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
+    (draw,) = TrainSampler(6, 6, 6, seed=42, balanced=np.array([0, 0, 0, 0, 0, 1])).draws(3)
+    assert draw.indices.tolist() == [5, 3, 5, 4, 5, 1]
     (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(
         3
     )

@@ -38,6 +38,9 @@ def name_loss(config: Mapping[str, Any]) -> str:
     for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX"):
         if config.get(key):
             parts.append(f"{key.lower().replace('_', ' ')} {config[key]}")
+    weights = config.get("CLASS_WEIGHTS")
+    if weights:
+        parts.append(f"class weights {weights if isinstance(weights, str) else 'listed'}")
     return ", ".join(parts)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from common.config.class_weights import class_weights, describe_sizes
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
@@ -135,7 +136,7 @@ def _describe_plan(
         "parameters": f"{count:,} ({count / 1e6:.1f} M)",
         "computation": f"{flops / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
-        **describe_options(config, plan),
+        **describe_options(config, plan, data),
     }
     if data is None:
         return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
@@ -151,12 +152,22 @@ def _describe_plan(
     return rows | {"data": images, "validation": data.validation, "steps": steps + end}
 
 
-def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+def describe_options(
+    config: Mapping[str, Any], plan: Plan, data: DataSummary | None
+) -> dict[str, str]:
     """Return what some options do, by key, if they are set."""
     model = build_on_meta(config["MODEL"], config["FREEZE"])
     rows = {}
     if config["LOG"]["noise_scale"] and plan.total_batch == plan.micro_batch:
         rows["LOG.noise_scale"] = f"no effect: {UNMEASURED}"
+    sizes = describe_sizes(data) if data else ""
+    if sizes:
+        rows["images by class"] = sizes
+    weights = class_weights(config, data.class_counts) if data else None
+    if weights:
+        rows["CLASS_WEIGHTS"] = (
+            f"{min(weights):.2g} to {max(weights):.2g} in the training loss; evaluation has none"
+        )
     if config["FREEZE"]:
         count, trained = count_parameters(model)
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
@@ -164,8 +175,8 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     if name:
         size = config["MODEL"]["image_size"]
         # the defaults of these keys are the model's
-        data = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
-        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {data}"
+        transform = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
+        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {transform}"
     if config["IMAGE_SIZES"]:
         sizes = [f"{each.image_size} pixels to epoch {each.end}" for each in plan.resolutions]
         if len(sizes) == 1:  # of a range test or a profile

@@ -13,6 +13,7 @@ import torch
 from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import load_pretrained, resolve_source
+from common.config.class_weights import class_weights
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
@@ -202,6 +203,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _count_classes(config, data)
+        class_weights(config, data.class_counts)  # refuses a list of another length
     plan = build_plan(config, gpus, data)
     if args.find_batch and plan.total_batch == plan.micro_batch:
         raise UserError(f"--find-batch: {UNMEASURED}")

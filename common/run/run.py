@@ -15,6 +15,7 @@ from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
+from common.config.class_weights import class_weights
 from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank
 from common.engine.groups import shutdown
@@ -51,6 +52,14 @@ class Run:
     def data_parallel(self) -> dict[str, int]:
         """This process's data-parallel rank and size: ``dp_rank``, ``dp_size``."""
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
+
+    @property
+    def class_weights(self) -> torch.Tensor | None:
+        """The weights of CLASS_WEIGHTS, float32 [num_classes], or None."""
+        weights = class_weights(self.about["config"], self.about["data"]["class_counts"])
+        if weights is None:
+            return None
+        return torch.tensor(weights, dtype=torch.float32, device=self.device)
 
     def load_init(self, model: nn.Module) -> None:
         """Load the weights of ``INIT`` into ``model``, not sharded yet, unless the run resumes."""

@@ -265,7 +265,9 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> Reading:
         return Reading()
     options = config["DATA"]
     saved = read_about(start_from)["plan"]["order"] if start_from else None
-    if options["order"]:
+    if options["sampling"]:
+        reading = Reading("random", "as DATA.sampling draws single images")
+    elif options["order"]:
         reading = Reading(options["order"], "set by DATA.order")
     elif saved:
         reading = Reading(saved, "as before")
@@ -343,7 +345,7 @@ def _announce(name: str, prepared: Prepared, reading: str, instead: str, sides: 
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {schedule} "
         f"to {config['MIN_LR']:g}",
-        *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
+        *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
         reading and f"reading {reading}",
         precision.note,
     ]

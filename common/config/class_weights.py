@@ -1,0 +1,45 @@
+"""Classes of unequal size: their weights in the training loss, and what a start says of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.config.plan import DataSummary
+from common.errors import UserError
+
+BETA = 0.999  # of the effective number of images
+UNEQUAL = 3  # times the smallest class, above which the sizes are named
+
+
+def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[float] | None:
+    """Return the weight of each class by CLASS_WEIGHTS and the number of its training images.
+
+    "balanced" is the inverse of that number, "effective" of the effective number (Cui et al., arXiv
+    1901.05555). Both have a mean of 1 over the training images, so that the loss keeps its scale. A
+    class without images has weight 0. Raises `UserError` for a list of another length.
+    """
+    setting = config["CLASS_WEIGHTS"]
+    classes = config["MODEL"]["num_classes"]
+    if isinstance(setting, str):
+        sizes: Sequence[float] = [*counts, *[0] * (classes - len(counts))]
+        if setting == "effective":
+            sizes = [(1 - BETA**count) / (1 - BETA) for count in sizes]
+        inverse = [1 / size if size else 0.0 for size in sizes]
+        total = sum(count * weight for count, weight in zip(counts, inverse, strict=False))
+        return [sum(counts) / total * weight for weight in inverse]
+    if setting and len(setting) != classes:
+        raise UserError(
+            f"CLASS_WEIGHTS has {len(setting)} numbers: give one for each of the {classes} "
+            "classes, in the order of labels"
+        )
+    return setting
+
+
+def describe_sizes(data: DataSummary) -> str:
+    """Return the smallest and the largest classes; "" where their sizes are nearly the same."""
+    classes = sorted(zip(data.class_counts, data.class_names, strict=False))
+    if not classes or classes[-1][0] <= UNEQUAL * classes[0][0]:
+        return ""
+    shown = [f"{name[:16]} {count:,}" for count, name in classes]
+    if len(shown) > 4:
+        shown[2:-2] = ["..."]
+    return ", ".join(shown)

@@ -6,12 +6,12 @@ from pathlib import Path
 from common.data.image_folder import list_files, list_folders, list_splits
 from common.errors import UserError
 from imagenet_dali.imagenet_tars import label_by_devkit
-from imagenet_dali.source import Source
+from imagenet_dali.source import ImageListing
 
 TINY_LABELS = "val_annotations.txt"  # of Tiny ImageNet: file, synset and box in a line
 
 
-def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
+def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | None) -> ImageListing:
     """List the class folders of train and validation, or of one `split`.
 
     The classes are those of train. A validation folder without class folders takes its labels from
@@ -40,4 +40,4 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
         splits[name], classes = label_by_devkit(root, evaluation, files, classes)
     if split and not evaluation:  # the whole folder, listed as train, is the split
         splits = {split: splits["train"]}
-    return Source(root, classes, splits, ignored=ignored)
+    return ImageListing(root, classes, splits, ignored=ignored)

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import canonical_name
 from common.text import first_line, printable
 from imagenet_dali.dataset import LABELS, read_labels
-from imagenet_dali.source import LabelledImage, RowPosition, Source, TarPosition
+from imagenet_dali.source import ImageListing, LabelledImage, RowPosition, TarPosition
 
 if TYPE_CHECKING:
     from pyarrow import DataType
@@ -55,7 +55,7 @@ def split_of(container: str) -> str:
     return ""
 
 
-def list_containers(root: Path, containers: list[str], split: str | None) -> Source:
+def list_containers(root: Path, containers: list[str], split: str | None) -> ImageListing:
     """List the images of tars or parquet files for training and validation, or of one `split`.
 
     A word in a path names the split; where none does, all are for training. Raises `UserError` for
@@ -83,7 +83,7 @@ def list_containers(root: Path, containers: list[str], split: str | None) -> Sou
                     f"{root / container}: {name}: label {label}, out of range for "
                     f"{len(class_names)} classes"
                 )
-    return Source(root, class_names, splits, positions)
+    return ImageListing(root, class_names, splits, positions)
 
 
 def _list_each(

@@ -20,7 +20,7 @@ from imagenet_dali.class_folders import list_class_folders
 from imagenet_dali.containers import find_containers, list_containers, split_of
 from imagenet_dali.imagenet_tars import TRAIN_TAR, list_imagenet_tars
 from imagenet_dali.label_table import LabelTable, list_table
-from imagenet_dali.source import Source, check_split
+from imagenet_dali.source import ImageListing, check_split
 
 VALIDATION_SHARE = 0.2
 
@@ -32,7 +32,7 @@ def list_source(
     *,
     by_count: bool = False,
     table: LabelTable | None = None,
-) -> Source:
+) -> ImageListing:
     """List the images below `root` for training and validation, or those of one `split`.
 
     Layouts: those in docs/own-images.md, or with `table` any. Labels number the sorted class
@@ -71,7 +71,7 @@ def list_source(
 
 def _list_layout(
     root: Path, folders: Mapping[str, Path], split: str | None
-) -> tuple[Source, Mapping[str, Path]]:
+) -> tuple[ImageListing, Mapping[str, Path]]:
     """Return the images, and the folder or archive of each split that is there."""
     containers = find_containers(root)
     archived = {split_of(container): root / container for container in containers}
@@ -109,7 +109,7 @@ def _refuse_half_unpacked(
             )
 
 
-def _hold_out(source: Source, share: float, unused: str, *, by_count: bool) -> Source:
+def _hold_out(source: ImageListing, share: float, unused: str, *, by_count: bool) -> ImageListing:
     """Make a share of each class of train the validation split."""
     if not share:
         return replace(source, validation="none, as --validation-share=0")

@@ -9,7 +9,7 @@ from common.data.image_folder import Files
 from common.errors import UserError
 from common.text import first_line
 from imagenet_dali.containers import tar_members
-from imagenet_dali.source import Source, TarPosition
+from imagenet_dali.source import ImageListing, TarPosition
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VALIDATION_TAR = "ILSVRC2012_img_val.tar"
@@ -17,7 +17,7 @@ VALIDATION_TAR = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
-def list_imagenet_tars(root: Path) -> Source:
+def list_imagenet_tars(root: Path) -> ImageListing:
     """List the training tar, and the validation tar if it is there."""
     positions = {}
     by_class: dict[str, list[str]] = {}
@@ -41,7 +41,7 @@ def list_imagenet_tars(root: Path) -> Source:
     if flat:
         labelled, classes = label_by_devkit(root, root / VALIDATION_TAR, sorted(flat), classes)
         splits["validation"] = labelled
-    return Source(root, classes, splits, positions)
+    return ImageListing(root, classes, splits, positions)
 
 
 def label_by_devkit(

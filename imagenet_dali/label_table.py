@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.files import canonical_name, read_text
 from common.launchers import is_first_process
 from common.text import list_some, print_some, print_wrapped
-from imagenet_dali.source import Source, check_split
+from imagenet_dali.source import ImageListing, check_split
 
 ROLES = ("path", "label", "split")
 # of columns; where one has such a name, others that may be labels do not count
@@ -34,7 +34,7 @@ class LabelTable:
     max_refused: float = MAX_BAD_SHARE
 
 
-def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[Source, BySplit]:
+def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageListing, BySplit]:
     """List the images that have a row for train and validation, or one `split`; and all by split.
 
     Prints the columns and what is left out. Raises `UserError` for a table that cannot be read,
@@ -64,7 +64,7 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[Source
         )
     check_split(root, by_split, split)
     class_names, splits = _number_classes(table.path, by_split, split)
-    return Source(root, class_names, splits, refused=refused), by_split
+    return ImageListing(root, class_names, splits, refused=refused), by_split
 
 
 def _key(name: str) -> str:

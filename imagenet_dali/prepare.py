@@ -29,7 +29,7 @@ from common.text import counted, print_some, print_wrapped, printable
 from imagenet_dali.dataset import MANIFEST, PARTIAL, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, list_source
 from imagenet_dali.label_table import LabelTable
-from imagenet_dali.source import Position, RowPosition, Source
+from imagenet_dali.source import ImageListing, Position, RowPosition
 from imagenet_dali.verify import REFUSED, adopt, check, report_refused
 from imagenet_dali.writer import (
     QUALITY,
@@ -232,7 +232,7 @@ def prepare(
 
 
 def _report_refused(
-    dest: Path, source: Source, shards: Collection[FinishedShard], max_refused: float
+    dest: Path, source: ImageListing, shards: Collection[FinishedShard], max_refused: float
 ) -> None:
     """List the refused images; if they are too many, leave that list only and raise `UserError`."""
     refused = sorted(itertools.chain(source.refused, *[shard.refused for shard in shards]))
@@ -247,7 +247,11 @@ def _report_refused(
 
 
 def _write_shards(
-    dest: Path, source: Source, plan: Mapping[str, Files], short_side: int | None, workers: int
+    dest: Path,
+    source: ImageListing,
+    plan: Mapping[str, Files],
+    short_side: int | None,
+    workers: int,
 ) -> dict[str, FinishedShard]:
     """Write the shards of a plan, but those that are there already; return all by name."""
     tasks = []
@@ -267,7 +271,7 @@ def _write_shards(
     return shards
 
 
-def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
+def plan_shards(source: ImageListing, shards: int | None) -> dict[str, Files]:
     """Return the files of each shard by its name, shuffled over the whole split.
 
     `shards` is the number for training; other splits get as many images per shard.

@@ -49,7 +49,7 @@ def check_split(root: Path, present: Mapping[str, object], split: str | None) ->
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageListing:
     """The images of each split, with one class name for each label.
 
     ``positions`` has the images that are not files themselves, by name. ``validation`` says where

@@ -53,25 +53,25 @@ Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Tensors = dict[str, Tensor]
 
 
-class Open(BaseModel):
+class ExtensibleRecord(BaseModel):
     """An object that may have more fields than these: other versions write others."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Hardware(Open):
+class Hardware(ExtensibleRecord):
     cpu: str
     cpus: Count
     gpu: str | None
 
 
-class PlanSoFar(Open):
+class PlanSoFar(ExtensibleRecord):
     gpus: Count = 0
     total_batch: Count = 0
     last_step: Count = 0
 
 
-class Start(Open):
+class Start(ExtensibleRecord):
     step: Count = 0
     started: Seconds = 0
     gpus: Count = 0
@@ -80,7 +80,7 @@ class Start(Open):
     changed: dict[str, tuple[Any, Any]] = Field({}, strict=False)  # JSON has lists for tuples
 
 
-class ConfigFile(Open):
+class ConfigFile(ExtensibleRecord):
     """config.json, as far as a report needs it."""
 
     config: dict[str, Any]
@@ -104,31 +104,31 @@ class CheckpointConfigFile(ConfigFile):
     starts: list[Start] = Field(min_length=1)
 
 
-class Position(Open):
+class Position(ExtensibleRecord):
     step: Count
     epoch: Count
     epoch_step: Count
     evaluated_step: Count
 
 
-class LoaderPosition(Open):
+class LoaderPosition(ExtensibleRecord):
     epoch: Count
     samples: Count
 
 
-class Scaler(Open):
+class Scaler(ExtensibleRecord):
     scale: float
     tracker: int = Field(alias="_growth_tracker")  # as torch names it
 
 
-class Updates(Open):
+class Updates(ExtensibleRecord):
     updates: Count
     skipped: Count
     skipped_in_a_row: Count
     scaler: Scaler | None
 
 
-class Window(Open):
+class RunningMetrics(ExtensibleRecord):
     """A rank's running totals for its next train record."""
 
     steps: Count
@@ -137,19 +137,19 @@ class Window(Open):
     noise_scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
 
 
-class Ranks(Open):
+class Ranks(ExtensibleRecord):
     gpus: int = Field(ge=1, le=10**6)
     parallel: dict[str, Any] | None
 
 
-class TrainerState(Open):
+class TrainerState(ExtensibleRecord):
     """trainer.json."""
 
     version: int = Field(1, le=VERSION)
     trainer: Position
     loader: LoaderPosition
     optimizer: Updates
-    metrics: list[Window]
+    metrics: list[RunningMetrics]
     best_top1: float = Field(ge=-1, le=1)
     best_loss: float
     ranks: Ranks

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 
 from common.checkpoint.content import CONFIG, FILES, MARKER, METRICS, find_fault
-from common.checkpoint.resume import changed_keys, choose_checkpoint, note_start
+from common.checkpoint.resume import add_start, changed_keys, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, load_full_state_dict, write_checkpoint
 from common.checkpoint.saved_run import open_run
 from common.errors import UserError
@@ -84,7 +84,7 @@ def evaluate(run: Path) -> None:
 def resume(run: Path) -> None:
     if path := choose_checkpoint("auto", run):  # None where its marker is missing
         changed_keys(path, build_about()["config"])
-        note_start(build_about(), path)
+        add_start(build_about(), path)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ HARMLESS = (
     "torch_ddp",
     "zero",
 )
+# Changes of these are recorded in config.json, too, which a report shows; those of the others are
+# printed only.
+REPORTED = {"parallel", "zero"}
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:
@@ -137,28 +140,31 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
-    """Return config.json's ``starts`` with this start added, and ``config`` with the first INIT.
+def print_changes(about: Mapping[str, Any], start_from: Path) -> None:
+    """Print which checkpoint is resumed, and what has changed since its run last started."""
+    print(f"resuming from {start_from}")
+    changed = changed_keys(start_from, about["config"])
+    for key, (then, value) in changed.items():
+        note = "; the learning rate follows the new schedule" if key == "NUM_EPOCHS" else ""
+        print(f"{key}={value!r} from here on (was {then!r}){note}")
+    now = about["plan"]["dtype"]
+    dtype = read_about(start_from)["starts"][-1].get("dtype")
+    if dtype != now:
+        print(f"computing in {now} from here on (was {dtype})")
 
-    Prints what has changed since the last start.
-    """
+
+def add_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
+    """Return config.json's ``starts`` with this start added, and ``config`` with the first INIT."""
     plan = about["plan"]
     now: dict[str, Any] = {"step": 0, "gpus": plan["gpus"], "dtype": plan["dtype"]}
     now |= {key: about[key] for key in ("started", "argv", "commit")}
     if start_from is None:
         return {"starts": [now]}
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
-    print(f"resuming from {start_from}")
-    changed = changed_keys(start_from, about["config"])
-    for key, (then, value) in changed.items():
-        note = "; the learning rate follows the new schedule" if key == "NUM_EPOCHS" else ""
-        print(f"{key}={value!r} from here on (was {then!r}){note}")
     before = read_about(start_from)
-    dtype = before["starts"][-1].get("dtype")
-    if dtype != now["dtype"]:
-        print(f"computing in {now['dtype']} from here on (was {dtype})")
-    untold = [key for key in HARMLESS if key not in ("parallel", "zero")]
-    now["changed"] = {key: pair for key, pair in changed.items() if not _is_under(key, untold)}
+    changed = changed_keys(start_from, about["config"])
+    unreported = [key for key in HARMLESS if key not in REPORTED]
+    now["changed"] = {key: pair for key, pair in changed.items() if not _is_under(key, unreported)}
     if before["plan"]["gpus"] != plan["gpus"]:
         now["changed"]["processes"] = before["plan"]["gpus"], plan["gpus"]
     config = dict(about["config"], INIT=before["config"]["INIT"])

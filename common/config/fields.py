@@ -42,8 +42,8 @@ Number = Annotated[
 ]
 Positive = Annotated[Number, Gt(0)]
 NonNegative = Annotated[Number, Ge(0)]
-Fraction = Annotated[NonNegative, Lt(1)]
-Share = Annotated[NonNegative, Le(1)]
+BelowOne = Annotated[NonNegative, Lt(1)]
+UpToOne = Annotated[NonNegative, Le(1)]
 Natural = Annotated[int, Ge(1)]
 # Or a list of as many numbers.
 Pair = Annotated[tuple[Number, Number], Field(strict=False)]

@@ -55,8 +55,8 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     for key in top_keys(overrides) - (keys_of_file - values.keys()):
         values[key] = override(key, values.get(key), overrides)
     _print_notes(str(path), read_sections(values) + notes)
-    _choose_cut(values, overrides)
-    config = _complete(values, f"{path} or --set")
+    _prefer_overridden_batch_key(values, overrides)
+    config = _validate_and_derive(values, f"{path} or --set")
     check_compile(config)
     return config
 
@@ -88,8 +88,8 @@ def load_own_config(config: Any) -> dict[str, Any]:
     checked = Config.model_fields if "MODEL" in values else {*theirs, *ours}
     known = {key: value for key, value in values.items() if key in checked}
     if "MODEL" in values:
-        return values | _complete(known, "config")
-    config = _complete(REQUIRED | known, "config")
+        return values | _validate_and_derive(known, "config")
+    config = _validate_and_derive(REQUIRED | known, "config")
     return values | {key: config[key] for key in [*known, "parallel"]}
 
 
@@ -166,7 +166,7 @@ def _print_notes(where: str, notes: Sequence[str]) -> None:
         print_wrapped(f"{where}: {'; '.join(notes)}")
 
 
-def _choose_cut(values: dict[str, Any], overrides: Overrides) -> None:
+def _prefer_overridden_batch_key(values: dict[str, Any], overrides: Overrides) -> None:
     """With TOTAL_BATCH_SIZE, drop the file's accumulation for a given micro-batch, or the reverse.
 
     Either derives the other.
@@ -181,7 +181,7 @@ def _choose_cut(values: dict[str, Any], overrides: Overrides) -> None:
         values["MICRO_BATCH_SIZE"] = None
 
 
-def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return ``values``, checked, with defaults and with what is derived from other keys."""
     checked = parse(Config, values, where)
     checked.check_conflicts()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, model_validator
 
-from common.config.fields import Fraction, Natural, Number, Section, Share, key, parse
+from common.config.fields import BelowOne, Natural, Number, Section, UpToOne, key, parse
 from common.errors import UserError
 from common.text import did_you_mean, nearest_multiples
 
@@ -52,10 +52,10 @@ class Model(Section):
     num_classes: Classes | None = None
     """classes of the head; `None`: as many as the data set has"""
 
-    dropout: Fraction = 0.0
+    dropout: BelowOne = 0.0
     """after the position embedding and after every projection of a block but qkv"""
 
-    drop_path: Fraction = 0.0
+    drop_path: BelowOne = 0.0
     """stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"""
 
     stem: Literal["patch", "conv"] = "patch"
@@ -75,7 +75,7 @@ class Model(Section):
     reg_tokens: int = key(0, ge=0, le=65536)
     """register tokens (arXiv 2309.16588), which the head does not read"""
 
-    init_values: Share | None = None
+    init_values: UpToOne | None = None
     """LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale"""
 
     activation_checkpoint: bool = False

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from common.config.fields import (
     OF_CHOICE,
-    Fraction,
+    BelowOne,
     Natural,
     NonNegative,
     Number,
@@ -22,8 +22,8 @@ from common.config.fields import (
     Pair,
     Positive,
     Section,
-    Share,
     Triple,
+    UpToOne,
     all_keys,
     key,
     suggest_key,
@@ -186,13 +186,13 @@ class Optimizer(Options):
     trust_range: LIMITS = key(None, title="(low, high), 0 <= low <= high")
     """least and greatest trust ratio"""
 
-    momentum: Fraction = OF_CHOICE
+    momentum: BelowOne = OF_CHOICE
     """0: none"""
 
     adamw_lr_scale: Positive = OF_CHOICE
     """learning rate of what is no block's matrix, as a multiple of the others'"""
 
-    dampening: Share = OF_CHOICE
+    dampening: UpToOne = OF_CHOICE
     """of momentum"""
 
     nesterov: bool = OF_CHOICE
@@ -388,7 +388,7 @@ class Config(Section):
     OPTIMIZER: Optimizer = Optimizer()
     """the optimizer, and its own options"""
 
-    EMA: Fraction = 0.0
+    EMA: BelowOne = 0.0
     """decay of the weights' moving average, which is then evaluated; 0: none"""
 
     EMA_WARMUP: bool = True
@@ -418,19 +418,19 @@ class Config(Section):
     THREE_AUGMENT: bool = False
     """3-Augment (DeiT III): an image is made grey, solarised or blurred"""
 
-    COLOR_JITTER: Share = 0.0
+    COLOR_JITTER: UpToOne = 0.0
     """range of brightness, contrast, saturation around 1; 0: none"""
 
-    ERASING: Share = 0.0
+    ERASING: UpToOne = 0.0
     """probability that a rectangle of a training image is erased"""
 
     ERASING_MODE: Literal["const", "pixel"] = "const"
     """what is erased becomes the mean, or normal noise"""
 
-    LABEL_SMOOTHING: Fraction = 0.0
+    LABEL_SMOOTHING: BelowOne = 0.0
     """share of the target spread over all classes"""
 
-    BCE_THRESHOLD: Fraction | Literal["soft"] | None = None
+    BCE_THRESHOLD: BelowOne | Literal["soft"] | None = None
     """binary cross-entropy: classes above this share of the label are on, or with 'soft' the
     shares are the target; `None`: cross-entropy"""
 

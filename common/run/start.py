@@ -13,11 +13,12 @@ from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_train
 from common.checkpoint.resume import (
     AUTO,
     NEVER,
+    add_start,
     check_changes,
     check_data,
     choose_checkpoint,
     finished_step,
-    note_start,
+    print_changes,
 )
 from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
@@ -75,7 +76,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     init_distributed(launch, prepared.config, shared_by_ranks(args, prepared))
     output = output_folder(args, prepared.config)
     at_end(remove_unused, output)
-    begin = ask_first_rank(lambda: find_start(output, args, prepared))
+    begin = ask_first_rank(lambda: lock_and_find_start(output, args, prepared))
     if begin.finished:
         shutdown()
         if is_main:
@@ -93,7 +94,9 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         plan = replace(plan, resolutions=(replace(resolution, end=steps),))
     prepared = prepared._replace(plan=plan)
     about = _describe_start(args, argv, task, prepared)
-    about |= ask_first_rank(lambda: note_start(about, begin.checkpoint))
+    if is_main and begin.checkpoint:
+        print_changes(about, begin.checkpoint)
+    about |= ask_first_rank(lambda: add_start(about, begin.checkpoint))
     if is_main:
         sides = describe_sides(begin.checkpoint or prepared.config["INIT"], prepared.data)
         instead = measurement.announcement if measurement else ""
@@ -159,14 +162,14 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartPoint:
     """Where a run begins: at a checkpoint, or at step 0 without one."""
 
     checkpoint: Path | None = None
     finished: str = ""  # why there is nothing to train
 
 
-def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Beginning:
+def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> StartPoint:
     """Lock ``output``, and find where the run into it begins.
 
     Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a
@@ -178,12 +181,12 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
         check_init(config, args, data)
     lock_folder(output)
     if args.measures:
-        return Beginning()
+        return StartPoint()
     path = choose_checkpoint(args.resume, output)
     if path is None:
         if not is_new:
             _refuse_finished_record(output)
-        return Beginning()
+        return StartPoint()
     check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
     check_changes(path, config, output, args.allow_change, plan.last_step)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
@@ -192,7 +195,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
     finished = None if is_branch else finished_step(path, plan.last_step)
     if finished is not None:
         unlock_folder(output)
-        return Beginning(path, _describe_finished(output, finished, remedy))
+        return StartPoint(path, _describe_finished(output, finished, remedy))
     step = read_trainer_state(path)["trainer"]["step"]
     # a branch has to have a step of its own
     if step + is_branch > plan.last_step:
@@ -200,7 +203,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> Be
             f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
             "raise it"
         )
-    return Beginning(path)
+    return StartPoint(path)
 
 
 def _describe_finished(output: Path, step: int, remedy: str) -> str:
@@ -248,51 +251,51 @@ def describe_sides(origin: Any, now: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingOrder:
     """The order in which the training shards are read, None without shards."""
 
     order: str | None = None
     why: str = ""
 
 
-def choose_order(prepared: Prepared, start_from: Path | None = None) -> Reading:
+def choose_order(prepared: Prepared, start_from: Path | None = None) -> ReadingOrder:
     """Choose the order in which the training shards are read.
 
     A resumed run keeps its order on any host.
     """
     config, plan, data, _ = prepared
     if not data or not data.shard_bytes:
-        return Reading()
+        return ReadingOrder()
     options = config["DATA"]
     saved = read_about(start_from)["plan"]["order"] if start_from else None
     if options["sampling"]:
-        reading = Reading("random", "as DATA.sampling draws single images")
+        reading = ReadingOrder("random", "as DATA.sampling draws single images")
     elif options["order"]:
-        reading = Reading(options["order"], "set by DATA.order")
+        reading = ReadingOrder(options["order"], "set by DATA.order")
     elif saved:
-        reading = Reading(saved, "as before")
+        reading = ReadingOrder(saved, "as before")
     else:
         reading = _fit_order(data)
     if reading.order == "random":
-        return Reading("random", f"in random order, {reading.why}")
+        return ReadingOrder("random", f"in random order, {reading.why}")
     window = window_bytes(1e6 * options["block"], options["window"], plan.data_parallel)
     most = _size(min(data.shard_bytes, window))
     why = f"in blocks, {reading.why}; holding up to {most} of them per process"
-    return Reading(reading.order, why)
+    return ReadingOrder(reading.order, why)
 
 
-def _fit_order(data: DataSummary) -> Reading:
+def _fit_order(data: DataSummary) -> ReadingOrder:
     """Choose random order for what memory can cache, blocks for more."""
     memory = memory_bytes()
     is_large = data.shard_bytes > memory
     does = "exceed" if is_large else "fit into"
     why = f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of memory"
     if is_large and data.is_shuffled:
-        return Reading("blocks", why)
+        return ReadingOrder("blocks", why)
     if is_large:
         # a block of shards sorted by class would have few classes
         why += " but are sorted by class: prepare them again for large reads"
-    return Reading("random", why)
+    return ReadingOrder("random", why)
 
 
 def _size(nbytes: float) -> str:

@@ -1,4 +1,7 @@
-"""What a train.py builds before it calls `Trainer.fit`, for planner, tests and benchmark."""
+"""What a train.py builds before it calls `Trainer.fit`, for planner, tests and benchmark.
+
+A train.py writes the same sequence out: it is what users read, copy and change.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -7,11 +7,15 @@ checkpoints/step-00001234/
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
     trainer.json            step, position in the data, loss scale, skipped updates, best
                             evaluation, running loss
-    config.json             the run's own
-    metrics.jsonl           the run's own, so far
+    config.json             copy of the run's: its record (below)
+    metrics.jsonl           copy of the run's, so far
     COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
 checkpoints/best.txt        name of the checkpoint of the best evaluation
 checkpoints/best            symbolic link to it, where the file system has links
+
+config.json is the run record: name, task, config, plan, data, starts, versions. The config itself
+is its key ``config``. The code calls the record ``about``; its ``gpus`` counts processes, on CPUs
+too.
 
 Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
 a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
@@ -98,6 +102,7 @@ class ConfigFile(ExtensibleRecord):
 class CheckpointConfigFile(ConfigFile):
     """config.json, as far as a checkpoint needs it."""
 
+    # a resume needs all of these, a report does without
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     task: str  # pyright: ignore[reportGeneralTypeIssues]
     data: DataSummary
@@ -143,7 +148,13 @@ class Ranks(ExtensibleRecord):
 
 
 class TrainerState(ExtensibleRecord):
-    """trainer.json."""
+    """trainer.json; its keys keep the names of earlier versions.
+
+    ``optimizer`` holds counters and the loss scaler: the tensors are in optimizer.safetensors.
+    ``metrics`` has an entry per rank. ``best_top1`` is the best evaluation's top-1, or the score
+    that a hook of the user's gave in its place; ``best_loss`` decides between equal ones. ``ranks``
+    says how many processes there were, and how they split the model.
+    """
 
     version: int = Field(1, le=VERSION)
     trainer: Position
@@ -178,6 +189,7 @@ def read_config(
     folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the config in ``about``, which `read_about` returned, with ``settings`` applied."""
+    # a copy, as the caller's record stays as it was read
     values = dict(about["config"])
     if isinstance(values.get("DATA"), dict):
         # runs of earlier versions, which do not write the key, held images out by count
@@ -205,6 +217,7 @@ def find_fault(path: Path) -> str | None:
     Whether its tensors fit the model is checked where they are loaded.
     """
     try:
+        # A checksum tells damage; that of a crafted file is right, so each is parsed as well.
         _check_sums(path)
         read_config(path, read_about(path))
         read_trainer_state(path)

@@ -74,7 +74,7 @@ class CheckpointHook(BaseHook):
     act on them a step later.
 
     Args:
-        about: the content of config.json.
+        about: the run record, the content of config.json.
         start_from: the checkpoint to resume from.
         averages: those of `EmaHook`.
     """
@@ -129,6 +129,7 @@ class CheckpointHook(BaseHook):
             self._load(self.start_from, trainer)
             self.saved = trainer.state_dict()
             trainer.states["checkpoint"] = self.start_from
+        # Until here a signal ended the process: there was nothing to save.
         stop_signals.deferring = True
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
@@ -175,6 +176,7 @@ class CheckpointHook(BaseHook):
             self.exchange = flags, work
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed = int(flags[0])
+        # `step % inf` is never 0. In an evaluation, without a step, nobody reads `save`.
         is_due = bool(flags[1]) or (step or 1) % self.every_steps == 0
         return Agreed(stop_signals.agreed != 0, is_due)
 
@@ -277,7 +279,8 @@ class CheckpointHook(BaseHook):
             self.best = Best(state["best_top1"], -state["best_loss"])
         rank = gpc.get_global_rank()
         if any(state["ranks"][key] != value for key, value in self.ranks.items()):
-            # masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ
+            # Masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ: the
+            # generators stay as `initialize` seeded them.
             self.metrics.load_state_dict(state["metrics"], None)
             return
         self.metrics.load_state_dict(state["metrics"], rank)

@@ -101,6 +101,7 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
     origins = [Path(start["from"]) for start in read_about(output)["starts"] if start.get("from")]
+    # not its own checkpoints, from which it was resumed later
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
@@ -125,7 +126,7 @@ def _find(path: Path) -> Path:
 
 def _newest_intact(folder: Path) -> Path | None:
     """Return the newest checkpoint in ``folder`` without a fault; warn of those it skips."""
-    put_back_old(folder)
+    put_back_old(folder)  # the replacement of one may have been interrupted
     checkpoints = list_checkpoints(folder)
     for path in checkpoints:
         fault = find_fault(path)
@@ -242,6 +243,7 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
+    # None leaves each as the earlier start settled it
     as_before = [key for key in ("INIT", "DATA.order", "DATA.split") if now[key] is None]
     return {
         key: (was, value)

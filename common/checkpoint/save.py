@@ -62,10 +62,12 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         for name in content:
             shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
+        # No rename replaces a folder that has files. After a crash between the two, `.old` is put
+        # back by the next start.
         if path.exists():
             path.rename(old)
         partial.rename(path)
-        sync(path.parent)
+        sync(path.parent)  # else a power failure may undo the renames
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -92,6 +94,7 @@ def put_back_old(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the newest first, with any content."""
+    # eight digits each, so that the order of names is that of steps
     markers = folder.glob(f"step-*/{MARKER}")
     return sorted((marker.parent for marker in markers if marker.is_file()), reverse=True)
 
@@ -124,6 +127,7 @@ def mark_best(path: Path) -> None:
     link = folder / BEST
     partial = folder / f".{BEST_FILE}.partial"
     partial_link = folder / f".{BEST}.partial"
+    # the file first: it is what tools read, on any file system
     partial.write_text(f"{path.name}\n")
     sync(partial)
     partial.replace(folder / BEST_FILE)
@@ -142,7 +146,8 @@ def mark_best(path: Path) -> None:
 def clear_old(newest: Path, keep: int) -> None:
     """Remove all but the best and ``keep`` checkpoints up to ``newest``, and unfinished files.
 
-    Later ones were damaged when the run was resumed from an earlier one.
+    Checkpoints after ``newest`` stay: this run was resumed from an earlier one because they are
+    damaged.
     """
     folder = newest.parent
     best = best_checkpoint(folder)
@@ -175,11 +180,13 @@ def full_state_dict(
         OPTIMIZER: full_optimizer_state(model, optimizer),
     }
     if averages is not None:
+        # a generator: each is gathered when it is copied, so that one full tensor is held at a time
         files[EMA] = (
             (name, gather_full(shard, averages.get(name)))
             for name, shard in local_state(model).items()
         )
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
+    # Copies to pinned memory return at once. Training changes the tensors after this returns.
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return copies

@@ -29,7 +29,8 @@ class SavedRun:
 
     ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it.
     ``chosen`` says why this checkpoint. ``weights`` is the file that is used: their moving
-    average's, where there is one. ``config`` is resolved; ``about`` is the whole of config.json.
+    average's, where there is one. ``config`` is resolved; ``about`` is the run record, all of
+    config.json.
     ``foreign`` are the parameters of a model that no run of this project trained.
     """
 
@@ -46,6 +47,7 @@ class SavedRun:
         """The samples that a process evaluates at once: as many as in training, unless
         ``MICRO_BATCH_SIZE`` is set.
         """
+        # the plan's has been shown to fit into memory
         return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
 
     @property
@@ -53,6 +55,7 @@ class SavedRun:
         """A name for every output of the model, in words where they are known; the number of those
         that the data set had no name for.
         """
+        # ImageNet's class names are ids as n01440764, its descriptions words
         data = self.about["data"]
         names = data.get("descriptions") or data["class_names"]
         return names + [
@@ -83,9 +86,11 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     Raises `UserError` for anything else.
     """
     checkpoint, chosen = _choose_checkpoint(name)
-    run, about = checkpoint.parent.parent, read_about(checkpoint)
+    run = checkpoint.parent.parent
+    about = read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
     weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
+    # a checkpoint that was copied elsewhere has no run around it
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights == EMA else ""
     return SavedRun(folder, checkpoint, chosen + average, config, about, weights)
@@ -102,7 +107,8 @@ def _choose_checkpoint(name: str) -> tuple[Path, str]:
             "outputs/<run>"
         )
     folder = path / "checkpoints"
-    if best := best_checkpoint(folder):
+    best = best_checkpoint(folder)
+    if best:
         return best, "the best"
     newest = newest_checkpoint(folder)
     if newest is None:

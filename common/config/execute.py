@@ -47,20 +47,27 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
             recipe = _find_recipe(path, module) if names else None
             if recipe is None:
                 return builtins.__import__(module, variables, scope, names, level)
+            # --set goes before the importing file, as it does in that file.
             values, read = execute(recipe, {**outline.plain, **overrides})
-            for name in sorted(outline.computed & read - overrides.keys()):
+            # The recipe derived other keys from its own value of such a name: what this file
+            # computes for it could not reach them. A value of --set did.
+            for name in sorted(outline.computed & (read - overrides.keys())):
                 hint = f"derives other keys from {name}: assign a plain value to it here"
                 raise ImportError(f"{module} {hint}")
             outline.read |= read
+            # `import *` takes the public attributes of any object, not of a module only.
             return types.SimpleNamespace(__name__=module, **values)
 
+        # An import statement calls the `__import__` among the builtins of its own namespace.
         functions = {**vars(builtins), "__import__": import_from}
         variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
         variables.overrides = overrides
+        # At module level CPython stores names by `__setitem__` of a dict subclass; inside functions
+        # (`global`) it does not.
         exec(compile(tree, str(path), "exec"), variables)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:
+    except BaseException as error:  # a config that calls exit() has failed too
         raise _explain(error, path, overrides) from error
     hidden = (types.ModuleType, type)  # what a file imports for its own use
     values = {
@@ -120,6 +127,7 @@ def _read_ahead(body: list[ast.stmt]) -> Outline:
         # MODEL = dict(MODEL, depth=6) derives nothing else from MODEL
         read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
         outline.read |= read - assigned if isinstance(statement, ast.Assign) else read
+    # A name may be assigned twice, once as a plain value: the recipe cannot know the last one.
     for name in outline.computed:
         outline.plain.pop(name, None)
     return outline
@@ -127,6 +135,7 @@ def _read_ahead(body: list[ast.stmt]) -> Outline:
 
 def evaluate(expression: str | ast.Expression) -> Any:
     """Return the value of an expression that uses no variable: a plain value."""
+    # `dict(name="lamb")` and `float("inf")` are the only calls in a plain value.
     code = compile(expression, "", "eval")
     return eval(code, {"__builtins__": {"dict": dict, "float": float}, **PREDEFINED})
 
@@ -154,6 +163,7 @@ def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserErro
     # an override that is wrong by itself is to blame, not the line that derives from it
     check_given(Config, overrides)
     frames = traceback.extract_tb(error.__traceback__)
+    # The last line of this file that ran; the frames below it are of a library.
     line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), 1)
     reason = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
     return UserError(f"{path}, line {line}: {reason}{error}")

@@ -33,7 +33,7 @@ ALIASES = {
 # The default of an option that depends on `Options.CHOICE`.
 OF_CHOICE: Any = None
 NONE = type(None)
-# Finite; an integer stays one.
+# Finite; an integer stays one: pydantic would return a float, and 30 be shown as 30.0.
 Number = Annotated[
     float,
     Field(allow_inf_nan=False),
@@ -151,6 +151,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
     keys = all_keys(section)
     parts = [str(part) for part in problem["loc"]]  # may end with pydantic's names for what it is
+    # the longest first: the innermost name that is a key of ours
     starts = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     key = next((start for start in starts if start in keys), "")
     if problem["type"] == "extra_forbidden":

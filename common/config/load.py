@@ -51,7 +51,8 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
         recipe, _ = execute(find_config(base), {**values, **overrides})
     keys_of_file = set(values)
     notes = read_original(values, recipe, base)
-    # a key that `read_original` has renamed has its setting already
+    # Again, for keys that the file never assigns; for the others this changes nothing. A key that
+    # `read_original` has renamed has its setting already.
     for key in top_keys(overrides) - (keys_of_file - values.keys()):
         values[key] = override(key, values.get(key), overrides)
     _print_notes(str(path), read_sections(values) + notes)
@@ -113,6 +114,7 @@ def find_config(name: str, base: str | None = None) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
+    # Commands of Colossal-AI's examples write `config/` for the folder.
     stem = re.sub(r"^(\./)?(configs?/)?", "", name).removesuffix(".py")
     if base and base.endswith("_vanilla"):
         stem = re.sub(r"^vit_(?=(vanilla|1d|2d|2p5d|3d)$)", base.removesuffix("vanilla"), stem)
@@ -158,6 +160,7 @@ def _is_helper(name: str, used: set[str]) -> bool:
     """Tell a variable of the file's own, which the file itself reads, from a misspelt key."""
     if name in Config.model_fields or name in RENAMED:
         return False
+    # NUM_EPOCH, which the file reads in NUM_EPOCH / 2, is misspelt all the same.
     return name in used and not get_close_matches(name, Config.model_fields, 1, 0.8)
 
 
@@ -167,15 +170,16 @@ def _print_notes(where: str, notes: Sequence[str]) -> None:
 
 
 def _prefer_overridden_batch_key(values: dict[str, Any], overrides: Overrides) -> None:
-    """With TOTAL_BATCH_SIZE, drop the file's accumulation for a given micro-batch, or the reverse.
+    """Let an override of MICRO_BATCH_SIZE drop gradient_accumulation, or the reverse.
 
-    Either derives the other.
+    With TOTAL_BATCH_SIZE either follows from the other, and the file's own would contradict it.
     """
     if values.get("TOTAL_BATCH_SIZE") is None:
         return
     micro = "MICRO_BATCH_SIZE" in overrides and values["MICRO_BATCH_SIZE"]
     accumulation = "gradient_accumulation" in overrides and values["gradient_accumulation"]
     if micro and not accumulation:
+        # the file's BATCH_SIZE is TOTAL_BATCH_SIZE // gradient_accumulation
         values |= {"gradient_accumulation": None, "BATCH_SIZE": None}
     elif accumulation and not micro:
         values["MICRO_BATCH_SIZE"] = None
@@ -186,12 +190,15 @@ def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any
     checked = parse(Config, values, where)
     checked.check_conflicts()
     config = checked.model_dump()
+    # Weights of timm's expect its mean, std and crop, unless the config states its own.
     stated = values.get("DATA") or {}
     timm = config["MODEL"]["timm"]
     of_model = data_of(pretrained_config(timm).to_dict()) if timm else {}
     config["DATA"] |= {key: value for key, value in of_model.items() if key not in stated}
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
+    # For scripts that read it: without a stated accumulation, which the plan derives later from
+    # the number of processes, it stays None. A stated one is checked by `build_plan`.
     total, accumulation = config["TOTAL_BATCH_SIZE"], config["gradient_accumulation"]
     if total and accumulation and config["BATCH_SIZE"] is None:
         config["BATCH_SIZE"] = total // accumulation

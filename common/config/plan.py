@@ -38,9 +38,11 @@ class Plan:
     """How a global batch is cut up, and how long the run is. One step is one optimizer step.
 
     ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel *
-    tensor_parallel``. ``total_steps`` is the length of the schedule, ``last_step`` where the run
-    ends (less with ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is
-    what matrix products are computed in, ``order`` that in which shards are read, if there are any.
+    tensor_parallel``, where ``gpus`` is the number of processes, on CPUs too.
+
+    ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with
+    ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is what matrix
+    products are computed in, ``order`` that in which shards are read, if there are any.
     ``resolutions`` are those of IMAGE_SIZES, then that of MODEL; all but the last may have larger
     micro-batches, and so fewer of them in a step.
     """
@@ -100,8 +102,10 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
             f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: "
             "set it to at most that"
         )
+    # An epoch drops its last, incomplete batch: every step has the same number of samples.
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
 
+    # no more than `most`, as EPOCHS may be fractions and round up
     def count_steps(epochs: float, most: int) -> int:
         return max(0, min(round(epochs * steps_per_epoch), most))
 
@@ -150,6 +154,8 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
     Without accumulation, a micro-batch is no larger than what a process has of the global batch.
     """
     micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]
+    # MICRO_BATCH_SIZE is a limit then, so a small global batch lowers it. One that does not divide
+    # is refused below, as without MICRO_BATCH_SIZE.
     if micro and accumulation in (None, 1) and total < micro * data_parallel:
         micro = None if total % data_parallel else total // data_parallel
     if micro and accumulation and micro * accumulation * data_parallel != total:
@@ -175,6 +181,7 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         accumulation = total // unit
     else:
         micro, accumulation = total // unit, accumulation or 1
+    # The run does not read BATCH_SIZE: a value in the file says what its author expects.
     stated = config["BATCH_SIZE"]
     if stated is not None and stated != total // accumulation:
         expected = f"TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}"

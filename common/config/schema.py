@@ -203,6 +203,7 @@ class Optimizer(Options):
         options = {**OPTIMIZERS[self.name].defaults, **self.model_dump()}
         if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
             raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
+        # else `model_dump` would leave the default out, whose name all readers need
         self.model_fields_set.add("name")
         return self
 
@@ -287,7 +288,8 @@ class Fp16(Options):
 
     @model_validator(mode="after")
     def _needs_mode(self) -> "Fp16":
-        if self.mode is None and (named := self.model_fields_set - {"mode"}):
+        named = self.model_fields_set - {"mode"}
+        if self.mode is None and named:
             raise ValueError(
                 f"{min(named)} has no effect with mode=None: set mode to one of AMP_TYPE"
             )
@@ -335,7 +337,8 @@ class Config(Section):
     """samples per forward pass on a GPU, or on the GPUs that share one model"""
 
     BATCH_SIZE: Natural | None = None
-    """derived: `TOTAL_BATCH_SIZE // gradient_accumulation`"""
+    """`TOTAL_BATCH_SIZE // gradient_accumulation`: derived where both are set, for scripts that
+    read it; a stated value is only checked"""
 
     GPUS: int = key(1, ge=1, le=10**6)
     """GPUs the recipe is written for; default GPU count for `--dry-run`"""

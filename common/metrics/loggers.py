@@ -78,7 +78,7 @@ class Guarded:
         try:
             return action(*args)
         except Exception as error:  # of any kind: a tracker must not end the run
-            self.logger = None
+            self.logger = None  # so that a tracker that is down does not delay every record
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
 
@@ -143,11 +143,13 @@ class WeightsAndBiases:
     """
 
     def __init__(self, folder: Path, *_: int):
+        # no reports to wandb's authors: a run sends nothing that its user did not ask for
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         id_file = own_file(folder / "wandb_id")
         mode = os.environ.get("WANDB_MODE", "offline")
+        # offline, wandb ignores `resume` with a warning; by the id `wandb sync` merges the parts
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "vit-large-batch"),
             name=folder.name,

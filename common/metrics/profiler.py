@@ -28,6 +28,7 @@ class ProfilerHook(Measurement):
 
     def before_train(self, trainer: Trainer) -> None:
         if self.is_main:
+            # `warmup` records and drops a step, as the tracer's own start is slow
             steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
             self.profile = profile(
                 schedule=steps,
@@ -37,7 +38,7 @@ class ProfilerHook(Measurement):
             self.profile.start()
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        trainer.evaluated_step = trainer.step
+        trainer.evaluated_step = trainer.step  # so that no evaluation is due where an epoch ends
         if self.is_main and trainer.update_done:
             self.profile.step()
 

@@ -172,14 +172,15 @@ class StartPoint:
 def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> StartPoint:
     """Lock ``output``, and find where the run into it begins.
 
-    Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a
-    checkpoint whose replacement was interrupted is put back.
+    The lock stays until the run ends, or is released here where there is nothing to train. Raises
+    `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint
+    whose replacement was interrupted is put back.
     """
     config, plan, data, _ = prepared
     is_new = not (output / CONFIG).exists()
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
         check_init(config, args, data)
-    lock_folder(output)
+    lock_folder(output)  # before the checkpoints are read, which another run might remove
     if args.measures:
         return StartPoint()
     path = choose_checkpoint(args.resume, output)

@@ -56,6 +56,7 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
     batch = values.get("BATCH_SIZE")
     accumulation = values.get("gradient_accumulation") or 1
+    # Its BATCH_SIZE means what our TOTAL_BATCH_SIZE or MICRO_BATCH_SIZE does, by its task.
     is_translated = recipe and "TOTAL_BATCH_SIZE" not in values
     if is_translated and isinstance(batch, int) and isinstance(accumulation, int):
         del values["BATCH_SIZE"]

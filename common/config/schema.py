@@ -138,6 +138,7 @@ class Data(Section):
             raise ValueError("sampling='balanced' has no effect with order='blocks': leave one out")
         for name in ("crop_scale", "crop_ratio"):
             value = getattr(self, name)
+            # `simple` crops have one size; a stated range would be ignored without a word
             if self.crop == "simple" and value != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={value} has no effect with crop='simple': leave it out")
         return self
@@ -200,6 +201,7 @@ class Optimizer(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
+        # with the optimizer's defaults: torch refuses this only when it is built
         options = {**OPTIMIZERS[self.name].defaults, **self.model_dump()}
         if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
             raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
@@ -296,6 +298,7 @@ class Fp16(Options):
         return self
 
 
+# Passed on to torch.nn.parallel.DistributedDataParallel under the same names.
 class TorchDdp(Options):
     bucket_cap_mb: Number = key(25, gt=0, le=2**20)
     """MiB of the buckets in which gradients are averaged"""
@@ -521,6 +524,7 @@ class Config(Section):
                     f"the nearest that are: {nearest_multiples(size, unit)}"
                 )
         decay = self.OPTIMIZER.layer_decay
+        # layer_decay lowers the rates of the blocks, none of which is trained
         if self.FREEZE and decay != 1:
             raise ValueError(
                 f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
@@ -533,6 +537,7 @@ class Config(Section):
                 "unequal classes twice: leave one out"
             )
         smoothing = self.LABEL_SMOOTHING
+        # a threshold makes every target 0 or 1 again
         if smoothing and self.BCE_THRESHOLD not in (None, "soft"):
             raise ValueError(
                 f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: "
@@ -543,6 +548,7 @@ class Config(Section):
     def check_conflicts(self) -> None:
         """Raise `UserError` for the first of `CONFLICTS`, with the ``--set`` that resolves it."""
         fields = type(self).model_fields
+        # a key at its default may be in force without harm: recipes state some
         given = {name for name, field in fields.items() if getattr(self, name) != field.default}
         for name, exceeds, *others in CONFLICTS:
             value, *limits = (getattr(self, key) for key in (name, *others))
@@ -573,6 +579,7 @@ CONFLICTS = (
 def known_keys() -> dict[str, FieldInfo]:
     """Return every key by its dotted name; the last ones are of timm's models only."""
     keys = all_keys(Config)
+    # MODEL has one of two schemas, of which `Config` names the ViT's
     return keys | {
         f"MODEL.{name}": field
         for name, field in TimmModel.model_fields.items()

@@ -55,7 +55,7 @@ def build_train_loader(
     ``options`` are ``dp_rank``, ``dp_size``, ``seed`` and ``resolutions`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
-    options |= dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
+    options |= dict(num_uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
     options["balanced"] = images.labels if data["sampling"] else None
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **options)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])

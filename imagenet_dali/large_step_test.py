@@ -42,9 +42,9 @@ def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
         loader = build_train_loader(config["DATA"], TOTAL, MICRO, seed=config["SEED"], **place)
         for images, labels in BatchAugment(loader, config):
             logits = model(images.double())
-            share = labels["share"].double()
-            loss = share * F.cross_entropy(logits, labels["target"], reduction="sum")
-            loss += (1 - share) * F.cross_entropy(logits, labels["other"], reduction="sum")
+            lam = labels["lam"].double()
+            loss = lam * F.cross_entropy(logits, labels["target"], reduction="sum")
+            loss += (1 - lam) * F.cross_entropy(logits, labels["other"], reduction="sum")
             (loss / TOTAL).backward()
         loader.close()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

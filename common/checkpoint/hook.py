@@ -36,7 +36,7 @@ from common.checkpoint.save import (
 )
 from common.engine.collectives import ask_first_rank, gather
 from common.engine.groups import generator_states, set_generator_states
-from common.engine.lost_ranks import set_phase
+from common.engine.lost_ranks import set_activity
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.errors import RankError, UserError
@@ -125,7 +125,7 @@ class CheckpointHook(BaseHook):
                 "needs: add them as in docs/library.md, or train without CheckpointHook"
             )
         if self.start_from is not None:
-            set_phase("loading the checkpoint")
+            set_activity("loading the checkpoint")
             self._load(self.start_from, trainer)
             self.saved = trainer.state_dict()
             trainer.states["checkpoint"] = self.start_from
@@ -154,7 +154,7 @@ class CheckpointHook(BaseHook):
         self._finish_exchange()
         if trainer.step and self.saved != trainer.state_dict():
             self._save(trainer)
-        set_phase("writing the last checkpoint")
+        set_activity("writing the last checkpoint")
         # no rank leaves before the write is done: the launcher would kill rank 0
         ask_first_rank(self.wait)
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
@@ -194,7 +194,7 @@ class CheckpointHook(BaseHook):
 
         ``best`` is the evaluation just done, if it is the best so far.
         """
-        set_phase("saving a checkpoint")
+        set_activity("saving a checkpoint")
         try:
             self.wait()
         except UserError as error:  # of the write before

@@ -21,7 +21,6 @@ from common.engine.upstream import (
     Accuracy,
     BaseHook,
     CosineAnnealingWarmupLR,
-    Lamb,
     LinearWarmupLR,
     MultiTimer,
     ParallelMode,
@@ -31,4 +30,5 @@ from common.engine.upstream import (
     get_dist_logger,
     gpc,
 )
+from common.engine.upstream import UpstreamLamb as Lamb
 from common.engine.zero import shard_model

@@ -19,7 +19,7 @@ from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 class Change:
     """An augmentation of single images: ``apply`` changes a batch in place by random numbers."""
 
-    stream: int  # of random numbers: AUGMENTATION, COLORS, ...
+    purpose: int  # of the random numbers: AUGMENTATION, COLORS, ...
     uniforms: int  # numbers for each image
     apply: Callable[[Tensor, np.ndarray], None]
 
@@ -77,7 +77,7 @@ class BatchAugment(TrainLoader):
             step, row = self.sampler.position(first)
             for change in self.changes:
                 uniforms = sample_uniforms(
-                    self.seed, epoch, step, row, len(images), change.uniforms, change.stream
+                    self.seed, epoch, step, row, len(images), change.uniforms, change.purpose
                 )
                 change.apply(images, uniforms)
             seed = [self.seed, epoch, first // len(images), self.sampler.dp_rank]

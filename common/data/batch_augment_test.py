@@ -58,7 +58,7 @@ def build(dp_rank: int = 0, **config: Any) -> BatchAugment:
 
 
 def shares(augment: BatchAugment) -> list[float]:
-    return [labels["share"].item() for _, labels in augment]
+    return [labels["lam"].item() for _, labels in augment]
 
 
 def resume(config: dict[str, Any], batches: int) -> BatchAugment:
@@ -74,7 +74,7 @@ def test_images_and_labels_have_the_same_share():
     batches = list(build(MIXUP=0.2))
     assert len(batches) == len(build()) == 6
     for images, labels in batches:
-        values = labels["share"] * labels["target"] + (1 - labels["share"]) * labels["other"]
+        values = labels["lam"] * labels["target"] + (1 - labels["lam"]) * labels["other"]
         assert torch.allclose(images, 1 + values[:, None, None, None].expand_as(images), atol=1e-5)
 
 
@@ -209,7 +209,7 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch
     expected[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
     pasted, arguments = cut_and_paste(images, torch.arange(5), share, center)
     assert torch.equal(pasted, expected)
-    assert arguments["share"].item() == pytest.approx(area_share)
+    assert arguments["lam"].item() == pytest.approx(area_share)
     assert arguments["target"].tolist() == [0, 1, 2, 3, 4]
     assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
 

@@ -182,7 +182,7 @@ def build_train_loader(
         else:
             augment = RandAugment(*randaugment)
         uniforms += augment.uniforms
-    sampling |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
+    sampling |= dict(num_uniforms=uniforms, repeats=data["repeats"], window=data["window"])
     sampling["balanced"] = images.labels if data["sampling"] else None
     sampler = TrainSampler(len(images), total_batch, micro_batch, **sampling)
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])

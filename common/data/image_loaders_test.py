@@ -61,7 +61,7 @@ def reader(split, crop, workers: int = 0, dp_size: int = 1) -> ImageReader:
 
 
 def train_loader(split, workers: int = 0) -> Loader:
-    sampler = TrainSampler(len(split), 8, 4, seed=5, uniforms=CROP_UNIFORMS)
+    sampler = TrainSampler(len(split), 8, 4, seed=5, num_uniforms=CROP_UNIFORMS)
     return Loader(sampler, reader(split, RandomCrop(), workers))
 
 
@@ -77,7 +77,7 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
     place = dict(image_size=SIZE, device=torch.device("cpu"), seed=5)
     plain = build_train_loader(split, data, 8, 4, **place)
     augmented = build_train_loader(split, data | {"randaugment": text}, 8, 4, **place)
-    assert augmented.sampler.uniforms == CROP_UNIFORMS + 1
+    assert augmented.sampler.num_uniforms == CROP_UNIFORMS + 1
     batches = list(augmented)
     options = dict(auto_augment=text, interpolation="bicubic", mean=mean)
     theirs = create_transform(SIZE, True, **options).transforms[2]

@@ -21,9 +21,9 @@ Blended = tuple[Tensor, Tensor | dict[str, Tensor]]
 class Blend:
     """Blend micro-batches by Mixup or CutMix.
 
-    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first
-    image is drawn from, once a micro-batch. If both are above 0, each is used for half of the
-    micro-batches, as in timm.
+    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions from which ``lam``, the weight
+    of the first image, is drawn once a micro-batch. If both are above 0, each is used for half of
+    the micro-batches, as in timm.
     """
 
     mixup: float
@@ -32,49 +32,49 @@ class Blend:
     def __call__(self, images: Tensor, labels: Tensor, seed: list[int]) -> Blended:
         """Blend ``images`` [B, C, Y, X] in place; ``seed`` are numbers unique to the batch."""
         random = np.random.default_rng(seed)
-        # drawn whether needed or not, so that the share comes fourth
+        # Drawn whether needed or not: `lam` is always the fourth number.
         choice, *center = random.random(3)
         cuts = bool(self.cutmix)
         if self.mixup and self.cutmix:
             cuts = choice < 0.5
         if cuts:
-            share = random.beta(self.cutmix, self.cutmix)
-            return cut_and_paste(images, labels, share, tuple(center))
-        share = random.beta(self.mixup, self.mixup)
-        images.lerp_(images.flip(0), 1 - share)  # share * x[i] + (1 - share) * x[B-1-i]
-        return images, _two_labels(labels, share)
+            lam = random.beta(self.cutmix, self.cutmix)
+            return cut_and_paste(images, labels, lam, tuple(center))
+        lam = random.beta(self.mixup, self.mixup)
+        images.lerp_(images.flip(0), 1 - lam)  # lam * x[i] + (1 - lam) * x[B-1-i]
+        return images, _two_labels(labels, lam)
 
 
 def cut_and_paste(
-    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
+    images: Tensor, labels: Tensor, lam: float, center: tuple[float, float]
 ) -> Blended:
     """Copy one box from image B-1-i into image i, in place (CutMix).
 
-    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is
+    The box has the aspect ratio of the image and the fraction ``1 - lam`` of its area. It is
     centred at ``center`` (y, x in [0, 1)) and clipped to the image; the weights of the labels
     follow the clipped area.
     """
     height, width = images.shape[-2:]
-    top, bottom = _span(height, share, center[0])
-    left, right = _span(width, share, center[1])
+    top, bottom = _span(height, lam, center[0])
+    left, right = _span(width, lam, center[1])
     box = images[..., top:bottom, left:right]
     box.copy_(box.flip(0))
     pasted_area = (bottom - top) * (right - left)
     return images, _two_labels(labels, 1 - pasted_area / (height * width))
 
 
-def _span(size: int, share: float, center: float) -> tuple[int, int]:
+def _span(size: int, lam: float, center: float) -> tuple[int, int]:
     """Return where the box starts and ends along a side of ``size`` pixels."""
-    length = int(size * math.sqrt(1 - share))
+    length = int(size * math.sqrt(1 - lam))
     start = int(size * center) - length // 2
     return max(start, 0), min(start + length, size)
 
 
-def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
+def _two_labels(labels: Tensor, lam: float) -> dict[str, Tensor]:
     """Return the arguments of `MixupLoss` beside the logits."""
     # filled on the device: no transfer from the host
-    share_tensor = torch.full((), share, device=labels.device)
-    return {"target": labels, "other": labels.flip(0), "share": share_tensor}
+    lam_tensor = torch.full((), lam, device=labels.device)
+    return {"target": labels, "other": labels.flip(0), "lam": lam_tensor}
 
 
 class MixupLoss(nn.Module):
@@ -108,23 +108,23 @@ class MixupLoss(nn.Module):
         logits: Tensor,
         target: Tensor,
         other: Tensor | None = None,
-        share: Tensor | None = None,
+        lam: Tensor | None = None,
     ) -> Tensor:
         """Return the mean loss of ``logits`` [B, num_classes].
 
-        ``target`` and ``other`` are int64 [B], ``share`` the weight of ``target``. Labels of -100
+        ``target`` and ``other`` are int64 [B], ``lam`` the weight of ``target``. Labels of -100
         are ignored; the mean of none is 0.
         """
         if self.bce_threshold is not None:
             labels: list[tuple[Tensor, Any]] = [(target, 1.0)]
-            if other is not None and share is not None:
-                labels = [(target, share), (other, 1 - share)]
+            if other is not None and lam is not None:
+                labels = [(target, lam), (other, 1 - lam)]
             return self._binary_cross_entropy(logits.float(), labels)
         loss = self._cross_entropy(logits.float(), target)
-        if other is None or share is None:
+        if other is None or lam is None:
             return loss
         # cross-entropy is linear in the target: blending losses is blending targets
-        return torch.lerp(self._cross_entropy(logits.float(), other), loss, share)
+        return torch.lerp(self._cross_entropy(logits.float(), other), loss, lam)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the valid labels; PyTorch's own mean of none is NaN."""
@@ -141,9 +141,9 @@ class MixupLoss(nn.Module):
         """Return the loss against labels [B] of the given weights."""
         is_valid_B = labels[0][0] >= 0
         target_BK = torch.zeros_like(logits)  # K classes
-        for label, share in labels:
+        for label, lam in labels:
             # padding has no class, but an index that scatter_add_ takes
-            weight_B = share * (label >= 0).float()
+            weight_B = lam * (label >= 0).float()
             target_BK.scatter_add_(1, label.clamp(min=0)[:, None], weight_B[:, None])
         weights_B = is_valid_B.float()
         if self.class_weights is not None:

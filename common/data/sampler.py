@@ -52,9 +52,9 @@ class TrainSampler:
     """Cut each epoch's order of the samples into micro-batches of one data-parallel rank.
 
     Each rank has consecutive rows of every global batch, and micro-batches are consecutive rows of
-    these. The last ``samples % total_batch`` samples of an order, which differ by epoch, are
-    dropped. With each sample come ``uniforms`` numbers in [0, 1) for its augmentation, which depend
-    on the seed, the epoch, the step and the row in the global batch alone.
+    these. The last ``num_samples % total_batch`` samples of an order, which differ by epoch, are
+    dropped. With each sample come ``num_uniforms`` numbers in [0, 1) for its augmentation, which
+    depend on the seed, the epoch, the step and the row in the global batch alone.
 
     With ``repeats`` (repeated augmentation, arXiv 1901.09335) each sample is drawn that often in a
     row, and the epoch ends after as many draws as without, as in timm's `RepeatAugSampler`. The
@@ -72,14 +72,14 @@ class TrainSampler:
     consecutive rows of the batch.
     """
 
-    samples: int
+    num_samples: int
     total_batch: int
     micro_batch: int
     _: KW_ONLY
     dp_rank: int = 0
     dp_size: int = 1
     seed: int
-    uniforms: int = 0
+    num_uniforms: int = 0
     repeats: int = 1
     balanced: np.ndarray | None = None
     blocks: np.ndarray | None = None
@@ -89,7 +89,7 @@ class TrainSampler:
     @property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, over all ranks."""
-        return self.samples // self.total_batch * self.total_batch
+        return self.num_samples // self.total_batch * self.total_batch
 
     def __len__(self) -> int:
         """Return the micro-batches of ``micro_batch`` samples in an epoch."""
@@ -105,7 +105,7 @@ class TrainSampler:
         is_last = _is_last(order.span_of)
         for first in range(start // self.dp_size, self.samples_per_epoch // self.dp_size, rows):
             step, row = self.position(first)
-            uniforms = sample_uniforms(self.seed, epoch, step, row, rows, self.uniforms)
+            uniforms = sample_uniforms(self.seed, epoch, step, row, rows, self.num_uniforms)
             drawn = slice(first, first + rows)
             spans = None
             if self.blocks is not None:
@@ -120,7 +120,7 @@ class TrainSampler:
 
     def _order(self, epoch: int) -> Stream:
         """Return all samples that this rank draws in an epoch, in order."""
-        steps = self.samples // self.total_batch
+        steps = self.num_samples // self.total_batch
         count = 1
         if self.blocks is not None:
             count = count_streams(len(self.blocks) - 1, self.window, self.total_batch)
@@ -150,10 +150,10 @@ class TrainSampler:
     def _stream(self, epoch: int, number: int, start: int, length: int) -> Stream:
         """Return ``length`` samples of stream ``number``, from ``start`` of the order of blocks."""
         if self.blocks is None:
-            order = epoch_order(self.samples, self.seed, epoch)
+            order = epoch_order(self.num_samples, self.seed, epoch)
             if self.balanced is not None:
                 order = balanced_order(self.balanced, order, self.seed, epoch)
-            return Stream(order, np.zeros_like(order), np.array([[0, self.samples]]))
+            return Stream(order, np.zeros_like(order), np.array([[0, self.num_samples]]))
         order = epoch_order(len(self.blocks) - 1, self.seed, epoch, BLOCKS)
         words = _philox(self.seed, WINDOW, epoch, number, 0).random_raw(length)
         return shuffle_stream(cut_stream(self.blocks, order, start, length), self.window, words)
@@ -166,7 +166,7 @@ class EvalSampler:
     `PADDING` fills the last ones. ``blocks`` is as for `TrainSampler`.
     """
 
-    samples: int
+    num_samples: int
     batch: int
     _: KW_ONLY
     dp_rank: int = 0
@@ -180,33 +180,33 @@ class EvalSampler:
 
     def __len__(self) -> int:
         """Return the batches of each rank."""
-        return -(-self.samples // (self.batch * self.dp_size))
+        return -(-self.num_samples // (self.batch * self.dp_size))
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the batches after the first ``start`` samples, the same in every epoch."""
         share = len(self) * self.batch
-        first = min(self.dp_rank * share, self.samples)
-        end = min((self.dp_rank + 1) * share, self.samples)
+        first = min(self.dp_rank * share, self.num_samples)
+        end = min((self.dp_rank + 1) * share, self.num_samples)
         no_uniforms = np.empty((self.batch, 0))
         for number in range(start // (self.batch * self.dp_size), len(self)):
             indices = self.dp_rank * share + number * self.batch + np.arange(self.batch)
             spans = None
             if self.blocks is not None:
-                record = np.minimum(indices, self.samples - 1)
+                record = np.minimum(indices, self.num_samples - 1)
                 block = np.searchsorted(self.blocks, record, side="right")
                 starts = np.maximum(self.blocks[block - 1], first)
                 ends = np.minimum(self.blocks[block], end)
                 spans = np.c_[starts, ends, indices == ends - 1]
-            yield Draw(np.where(indices < self.samples, indices, PADDING), no_uniforms, spans)
+            yield Draw(np.where(indices < self.num_samples, indices, PADDING), no_uniforms, spans)
 
 
-def epoch_order(samples: int, seed: int, epoch: int, stream: int = ORDER) -> np.ndarray:
+def epoch_order(samples: int, seed: int, epoch: int, purpose: int = ORDER) -> np.ndarray:
     """Return the epoch's permutation of ``range(samples)``, int64.
 
     It sorts raw words: numpy guarantees their stream across versions, but not
     ``Generator.permutation``.
     """
-    return np.argsort(_philox(seed, stream, epoch, 0, 0).random_raw(samples), kind="stable")
+    return np.argsort(_philox(seed, purpose, epoch, 0, 0).random_raw(samples), kind="stable")
 
 
 def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -227,24 +227,24 @@ def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int)
 
 
 def sample_uniforms(
-    seed: int, epoch: int, step: int, row: int, rows: int, count: int, stream: int = AUGMENTATION
+    seed: int, epoch: int, step: int, row: int, rows: int, count: int, purpose: int = AUGMENTATION
 ) -> np.ndarray:
     """Return random numbers in [0, 1), float64 [rows, count], ``count`` for each sample.
 
-    The samples are those from ``row`` of the global batch on. ``stream`` is `AUGMENTATION`,
+    The samples are those from ``row`` of the global batch on. ``purpose`` is `AUGMENTATION`,
     `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any row is
     computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
-    philox = _philox(seed, stream, epoch, step, row * blocks)
+    philox = _philox(seed, purpose, epoch, step, row * blocks)
     words = philox.random_raw(rows * blocks * WORDS_PER_BLOCK)
     # a float64 holds 53 bits
     return (words >> np.uint64(11)).reshape(rows, -1)[:, :count] * 2.0**-53
 
 
-def _philox(seed: int, stream: int, epoch: int, step: int, block: int) -> np.random.Philox:
+def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.random.Philox:
     """Return the generator of a stream of random numbers at a position in the run."""
-    key = np.array([seed % 2**64, stream], np.uint64)
+    key = np.array([seed % 2**64, purpose], np.uint64)
     counter = np.array([block, step, epoch, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 

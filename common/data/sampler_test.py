@@ -18,7 +18,7 @@ def build(
     samples: int, total_batch: int, micro_batch: int, dp_size: int, **options: object
 ) -> list[TrainSampler]:
     """Return the samplers of all ranks."""
-    place = dict(dp_size=dp_size, seed=7, uniforms=5, **options)
+    place = dict(dp_size=dp_size, seed=7, num_uniforms=5, **options)
     return [
         TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **place)
         for rank in range(dp_size)
@@ -92,7 +92,7 @@ def test_classes_are_drawn_equally_often():
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
-    draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))
+    draws = list(TrainSampler(24, 12, 2, seed=42, num_uniforms=3).draws(3))
     row = draws[7].uniforms[0]  # row 2 of step 1
     assert row.tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
     (draw,) = TrainSampler(6, 6, 6, seed=42, balanced=np.array([0, 0, 0, 0, 0, 1])).draws(3)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.engine.tensor_parallel.layers import Linear as ShardedLinear
+from common.engine.tensor_parallel.layers import ShardedLinear
 from common.engine.upstream import AMP_TYPE
 from common.hardware import instruction_set, is_fast
 

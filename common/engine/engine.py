@@ -18,8 +18,8 @@ from common.engine.compiler import compile_model, should_compile
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.noise_scale import NoiseScale, build_noise_scale
 from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
-from common.engine.tensor_parallel.sharding import is_sharded, kept_buffers, named_shards
-from common.engine.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
+from common.engine.tensor_parallel.sharding import is_sharded, named_shards, persistent_buffers
+from common.engine.upstream import ParallelMode, UpstreamEngine, UpstreamLamb, get_accelerator, gpc
 from common.engine.zero import set_communication
 from common.errors import UserError
 
@@ -96,7 +96,7 @@ class Engine(UpstreamEngine):
         model: Any = self.model
         if self.training:
             self.on_phase("forward")
-        is_last = self.optimizer.completes_step
+        is_last = self.optimizer.next_is_last_micro_batch
         skips_sync = isinstance(model, DistributedDataParallel) and not is_last
         if skips_sync and model.static_graph:
             # DDP records a static graph in its first pass, which must not skip the all-reduce
@@ -194,7 +194,7 @@ def initialize(
     noise_scale = build_noise_scale(model, step_optimizer.accumulation, is_wanted)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
-        _average_gradients(model, config),
+        _wrap_in_ddp(model, config),
         step_optimizer,
         criterion,
         clip_grad_norm=step_optimizer.max_norm,
@@ -220,9 +220,8 @@ def _build_step_optimizer(
     wrapped = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     wrapped.max_norm = config.get("clip_grad_norm") or 0.0
     # views of the running statistics of batch norms, which a bad step must not change
-    wrapped.statistics = [
-        buffer.flatten() for buffer in kept_buffers(model).values() if buffer.is_floating_point()
-    ]
+    buffers = persistent_buffers(model).values()
+    wrapped.statistics = [buffer.flatten() for buffer in buffers if buffer.is_floating_point()]
     return wrapped
 
 
@@ -241,7 +240,7 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"
             )
-    if isinstance(optimizer, Lamb) and has_shards:
+    if isinstance(optimizer, UpstreamLamb) and has_shards:
         raise UserError(
             "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "
             "common.optim.build"
@@ -264,7 +263,7 @@ def set_backends(config: Mapping[str, Any]) -> None:
     torch.backends.cudnn.allow_tf32 = allows_tf32
 
 
-def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+def _wrap_in_ddp(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """Wrap ``model`` in DDP on several data-parallel ranks.
 
     Upstream (legacy/initialize.py:380,391) passes ``device_ids`` also on CPUs.

@@ -27,19 +27,19 @@ ANSWER = 5.0  # seconds within which a rank that lives answers in the store
 LATE = 30.0  # seconds at the start after which the ranks that are missing are named
 LOOPBACKS = ("127.", "::1", "localhost")  # how such addresses begin
 
-_phase = "starting"
+_activity = "starting"
 _changes = 0
 
 
-def set_phase(phase: str) -> None:
-    """Set the phase that this rank reports if a rank is lost; this counts as progress."""
-    global _phase, _changes
-    _phase = phase
+def set_activity(activity: str) -> None:
+    """Set the activity that this rank reports if a rank is lost; this counts as progress."""
+    global _activity, _changes
+    _activity = activity
     _changes += 1
 
 
 def progress() -> int:
-    """Return how often `set_phase` was called."""
+    """Return how often `set_activity` was called."""
     return _changes
 
 
@@ -48,7 +48,7 @@ class Watcher:
 
     A rank whose collective fails, or that makes no progress, asks all ranks in the store of the
     launch. Their threads answer, whatever the processes wait for; a rank that does not answer is
-    missing. Every rank then prints one line with the missing ranks and with its own phase, and
+    missing. Every rank then prints one line with the missing ranks and with its own activity, and
     its stacks if none is missing.
     """
 
@@ -128,7 +128,7 @@ class Watcher:
         if missing:
             lost = f"rank {missing} is missing, see its output"
         return (
-            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_phase!r}; rerun "
+            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_activity!r}; rerun "
             "the command to resume"
         )
 

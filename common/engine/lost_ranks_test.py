@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common.engine import lost_ranks
 from common.engine.groups import join_groups, shutdown
-from common.engine.lost_ranks import POLL, Watcher, naming_lost_ranks, open_store, set_phase
+from common.engine.lost_ranks import POLL, Watcher, naming_lost_ranks, open_store, set_activity
 from common.errors import RankError, UserError
 from common.testing.commands import forked, run_python
 from common.testing.ranks import free_port, launched, run_ranks
@@ -57,7 +57,7 @@ def train(
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert backend.options._timeout.total_seconds() == TIMEOUT
         wait_for_the_others()
-        set_phase(f"step 4 of rank {rank}")
+        set_activity(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
     shutdown()
 
@@ -123,7 +123,7 @@ def test_progress_restarts_the_clock():
     watcher = Watcher(0, 1, timeout=3 * POLL)
     polls = iter(range(99))
     watcher.woken = SimpleNamespace(
-        wait=lambda _: set_phase("a step") if next(polls) in (1, 3, 5) else None
+        wait=lambda _: set_activity("a step") if next(polls) in (1, 3, 5) else None
     )
     watcher._is_asked = lambda: False
     watcher._find_missing = lambda: watcher.__setattr__("state", "failed")

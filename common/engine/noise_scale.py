@@ -104,7 +104,8 @@ class NoiseScale:
             if not parameter.requires_grad:
                 continue
             shard = getattr(shards[name], "shard", Shard())
-            copies = 1 if shard.copies is None else gpc.get_world_size(shard.copies)
+            group = shard.replicated_over
+            copies = 1 if group is None else gpc.get_world_size(group)
             if _is_partial(shard):
                 take = partial(self._keep, (copies, shard.summed_over), order.index(name))
             else:

@@ -110,7 +110,7 @@ class StepOptimizer(OptimizerWrapper):
         self.statistics: list[Tensor] = []  # of batch norms, flat
 
     @property
-    def completes_step(self) -> bool:
+    def next_is_last_micro_batch(self) -> bool:
         """Whether the next micro-batch is the last of its step."""
         return self.accumulated + 1 == self.accumulation
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common.engine.engine import Engine
-from common.engine.lost_ranks import naming_lost_ranks, set_phase
+from common.engine.lost_ranks import naming_lost_ranks, set_activity
 from common.engine.step_optimizer import OncePerStep
 from common.engine.tensor_parallel.sharding import broadcast_buffers
 from common.engine.upstream import (
@@ -35,7 +35,7 @@ class Trainer(UpstreamTrainer):
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - hooks see each sample of an evaluation once: what `get_dataloader` repeats, so that ranks have
       equal numbers, is left out of ``output`` and ``label``;
-    - it sets the phase that `Watcher` reports.
+    - it sets the activity that `Watcher` reports.
 
     Attributes, for hooks:
         step: optimizer steps completed; in ``after_train_iter`` including the current one.
@@ -133,7 +133,7 @@ class Trainer(UpstreamTrainer):
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
             self._run(test_interval)
-            set_phase("ending")
+            set_activity("ending")
             self._call_hooks("after_train")
         finally:
             self.stopping = False  # for an evaluation or a fit that follows
@@ -204,12 +204,12 @@ class Trainer(UpstreamTrainer):
         # a generator: `next` trains on a micro-batch, and in the last one updates
         results = self.engine.train_step(batches, self._returns_output)
         for number in range(1, accumulation + 1):
-            set_phase(f"step {self.step + 1}: waiting for data")
+            set_activity(f"step {self.step + 1}: waiting for data")
             self._call_hooks("before_train_iter")
             self._call_timer("start", "Train-step")
             result = next(results)
             self._call_timer("stop", "Train-step", keep_in_history=True)
-            set_phase(f"step {self.step + 1}: hooks after the step")
+            set_activity(f"step {self.step + 1}: hooks after the step")
             self.update_done = number == accumulation
             if self.update_done:
                 self._count_step()
@@ -239,13 +239,13 @@ class Trainer(UpstreamTrainer):
             self.data_wait += time.perf_counter() - started
             if batch is end:
                 return
-            set_phase(f"step {self.step + 1}: forward and backward")
+            set_activity(f"step {self.step + 1}: forward and backward")
             yield batch
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
         """Evaluate on a loader; ``unused`` is what upstream's `evaluate` passes."""
         self.engine.eval()
-        phase = f"evaluating after step {self.step}"
+        activity = f"evaluating after step {self.step}"
         returns_loss = self._returns_test_loss()
         batches = iter(test_dataloader)
         unpadded = _count_unpadded(test_dataloader)
@@ -259,16 +259,16 @@ class Trainer(UpstreamTrainer):
             disable=self._is_silent,
         )
         for _ in bar:
-            set_phase(f"{phase}: waiting for data")
+            set_activity(f"{activity}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)
-            set_phase(f"{phase}: forward")
+            set_activity(f"{activity}: forward")
             unpadded = self._test_step(batch, returns_loss, unpadded)
             if self.stopping:  # the evaluation is repeated when the run is resumed
                 return
         self.evaluated_step = self.step
         self._call_timer("stop", "Test-epoch", keep_in_history=True)
-        set_phase(f"{phase}: summing metrics")
+        set_activity(f"{activity}: summing metrics")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
 

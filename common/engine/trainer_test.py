@@ -68,7 +68,7 @@ def fit(
 
 def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
     reported: list[str] = []
-    monkeypatch.setattr("common.engine.trainer.set_phase", reported.append)
+    monkeypatch.setattr("common.engine.trainer.set_activity", reported.append)
     recorder = Recorder()
     fit([recorder], batches=2, test_batches=1)
     called = " ".join(name for name, _ in recorder.values)

@@ -128,7 +128,7 @@ with quiet_import():
     from colossalai.logging import disable_existing_loggers, get_dist_logger
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
     from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
-    from colossalai.nn.optimizer import Lamb
+    from colossalai.nn.optimizer import Lamb as UpstreamLamb
     from colossalai.utils import MultiTimer
 
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch

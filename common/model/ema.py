@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.engine.tensor_parallel.sharding import kept_buffers, named_shards
+from common.engine.tensor_parallel.sharding import named_shards, persistent_buffers
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook
 
@@ -32,7 +32,7 @@ class EmaHook(BaseHook):
         for name, parameter in named_shards(model).items():
             if parameter.requires_grad:
                 self.averaged[name] = parameter
-        for name, buffer in kept_buffers(model).items():
+        for name, buffer in persistent_buffers(model).items():
             if buffer.is_floating_point():
                 self.averaged[name] = buffer
         self.averages = {name: p.detach().float().clone() for name, p in self.averaged.items()}

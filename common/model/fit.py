@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.engine.tensor_parallel.sharding import full_shape, kept_buffers, local_state
+from common.engine.tensor_parallel.sharding import full_shape, local_state, persistent_buffers
 from common.errors import UserError
 from common.model.vit import VisionTransformer
 
@@ -104,7 +104,7 @@ def convert_weights(weights: dict[str, Tensor], model: nn.Module) -> str:
         weights |= converted
     for name in unused:
         weights.pop(name, None)  # timm's conversion leaves out some
-    for name, buffer in kept_buffers(model).items():
+    for name, buffer in persistent_buffers(model).items():
         weights.setdefault(name, buffer)
     if not unused:
         return ""

@@ -8,7 +8,7 @@ import torch
 from timm.optim.lamb import Lamb as TimmLamb
 from torch import nn
 
-from common.engine.upstream import Lamb as ColossalaisLamb
+from common.engine.upstream import UpstreamLamb
 from common.optim.lamb import Lamb
 
 SHAPES = [(64, 48), (48,), (3, 5, 7), (9,), (33, 70)]
@@ -52,7 +52,7 @@ def test_variants_and_options_are_those_of_colossalai_and_timm(ours, theirs, sca
         {"lr": 1.8e-2, "weight_decay": 0.1},
         {"variant": "apex" if scale == 1 else "timm"},
     )
-    build = ColossalaisLamb if theirs is None else partial(TimmLamb, **theirs)
+    build = UpstreamLamb if theirs is None else partial(TimmLamb, **theirs)
     pair = Lamb(two_groups(), **common, **variant | ours), build(two_groups(), **common)
     for step in range(10):
         for optimizer in pair:

@@ -48,7 +48,7 @@ from common.engine.upstream import (
 )
 
 
-class Linear(nn.Module):
+class ShardedLinear(nn.Module):
     """A linear layer with this rank's shard of ``weight`` [in, out] and ``bias`` [out].
 
     ``multiply`` of each mode returns this rank's shard of the product of the full ``x`` [..., in]
@@ -72,7 +72,7 @@ class Linear(nn.Module):
             return self.multiply(x.to(dtype), self.weight.to(dtype)) + self.bias.to(dtype)
 
 
-class ColumnLinear(Linear):
+class ColumnLinear(ShardedLinear):
     """1d: all input channels, a slice of the output channels."""
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class ColumnLinear(Linear):
         return reduce_grad(x, TENSOR) @ weight
 
 
-class RowLinear(Linear):
+class RowLinear(ShardedLinear):
     """A slice of the input channels, all output channels, summed over the ranks of ``group``."""
 
     def __init__(
@@ -94,7 +94,7 @@ class RowLinear(Linear):
         return reduce_input(x @ weight, self.group)
 
 
-class Linear2D(Linear):
+class Linear2D(ShardedLinear):
     """2d: SUMMA, in which each rank of a row broadcasts its x, each of a column its weight."""
 
     product = Matmul_AB_2D
@@ -130,7 +130,7 @@ class Linear2p5D(Linear2D):
     groups = (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
 
 
-class Linear3D(Linear):
+class Linear3D(ShardedLinear):
     """3d: reads channels split over OUTPUT and writes channels split over INPUT, or vice versa."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
@@ -148,7 +148,7 @@ class Linear3D(Linear):
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
 
 
-class LayerNorm(nn.Module):
+class ShardedLayerNorm(nn.Module):
     """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``."""
 
     def __init__(
@@ -161,10 +161,10 @@ class LayerNorm(nn.Module):
         self.group = group
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        return _LayerNorm.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
+        return _LayerNormFunction.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNormFunction(torch.autograd.Function):
     """Layer norm with one collective in each direction."""
 
     @staticmethod
@@ -201,7 +201,7 @@ class _LayerNorm(torch.autograd.Function):
         return x_grad_BND, weight_grad, bias_grad, None, None
 
 
-class OwnRandom(nn.Module):
+class RankSeeded(nn.Module):
     """Run ``layer`` with random numbers that ranks share if they have the same ``number``.
 
     They are derived from the default generator's state, which is equal within a tensor-parallel

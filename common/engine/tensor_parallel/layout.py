@@ -46,7 +46,7 @@ class Shard:
 
     Attributes:
         cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.
-        copies: the group of ranks with the same shard, if more than one.
+        replicated_over: the group of ranks with the same shard, if more than one.
         summed_over: the group of replicas with different samples; their gradients must be summed.
         fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k
             and v).
@@ -57,7 +57,7 @@ class Shard:
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
-    copies: ParallelMode | None = None
+    replicated_over: ParallelMode | None = None
     summed_over: ParallelMode | None = None
     fused: int = 1
     transposed: bool = False
@@ -115,20 +115,23 @@ class Layout:
     second: tuple[Shard, Shard]
 
 
-def _matrix(*cuts: tuple[int, ParallelMode], copies: ParallelMode | None = None) -> Shard:
+def _matrix(*cuts: tuple[int, ParallelMode], replicated_over: ParallelMode | None = None) -> Shard:
     """Return how a weight [out, in] is sharded."""
-    return Shard(cuts, copies, summed_over=copies, transposed=True)
+    return Shard(cuts, replicated_over, summed_over=replicated_over, transposed=True)
 
 
 def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
     """Return how a bias or a norm's weight is sharded: like the activations that it is added to."""
-    return Shard(((0, channels),), copies=samples, summed_over=samples)
+    return Shard(((0, channels),), replicated_over=samples, summed_over=samples)
 
 
 # (weight [out, in], bias [out]): inputs over COL, outputs over ROW, as the product leaves them
 _SQUARE = (_matrix((1, COL_2D), (0, ROW_2D)), _vector(ROW_2D, COL_2D))
 # XZ: the rows of all squares, each of which has other samples
-_SQUARES = (_matrix((1, COL_2P5D), (0, ROW_2P5D), copies=DEPTH_2P5D), _vector(ROW_2P5D, XZ_2P5D))
+_SQUARES = (
+    _matrix((1, COL_2P5D), (0, ROW_2P5D), replicated_over=DEPTH_2P5D),
+    _vector(ROW_2P5D, XZ_2P5D),
+)
 LAYOUTS = {
     "1d": Layout(
         samples=None,
@@ -136,7 +139,7 @@ LAYOUTS = {
         # outputs, which are heads and hidden channels
         first=(_matrix((0, TENSOR)), Shard(((0, TENSOR),))),
         # inputs; each rank adds the bias to the sum over ranks
-        second=(_matrix((1, TENSOR)), Shard(copies=TENSOR)),
+        second=(_matrix((1, TENSOR)), Shard(replicated_over=TENSOR)),
     ),
     "2d": Layout(COL_2D, ROW_2D, first=_SQUARE, second=_SQUARE),
     "2.5d": Layout(XZ_2P5D, ROW_2P5D, first=_SQUARES, second=_SQUARES),
@@ -186,13 +189,15 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
         return layout.second[role == "bias"]
     # what is outside of the pairs
     if name == "head.bias" or layout.channels is None:
-        return Shard(copies=TENSOR, summed_over=layout.samples)
+        return Shard(replicated_over=TENSOR, summed_over=layout.samples)
     if name == "head.weight":
         # channels as those of the activations; every rank has all classes
-        return _matrix((1, layout.channels), copies=layout.samples)
+        return _matrix((1, layout.channels), replicated_over=layout.samples)
     # norms and biases are [D]; class token and positions are [1, N, D]
     dim = 2 if parameter.ndim == 3 else 0
-    return Shard(((dim, layout.channels),), copies=layout.samples, summed_over=layout.samples)
+    return Shard(
+        ((dim, layout.channels),), replicated_over=layout.samples, summed_over=layout.samples
+    )
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:

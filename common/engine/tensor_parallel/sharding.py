@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from common.engine.tensor_parallel.layers import (
     ColumnLinear,
-    LayerNorm,
     Linear2D,
     Linear2p5D,
     Linear3D,
-    OwnRandom,
+    RankSeeded,
     RowLinear,
+    ShardedLayerNorm,
 )
 from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
 from common.engine.upstream import (
@@ -99,16 +99,16 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
         return second(layer.weight, layer.bias)
     # hidden channels are split in every mode, so that each rank needs a mask of its own
     if name.endswith(".drop1") or (layout.channels and isinstance(layer, nn.Dropout)):
-        return OwnRandom(layer, gpc.get_local_rank(TENSOR)) if layer.p else None
+        return RankSeeded(layer, gpc.get_local_rank(TENSOR)) if layer.p else None
     if layout.channels is None:
         return None
     if name == "head":
         return RowLinear(layer.weight, layer.bias, layout.channels)
     if name.endswith(".drop_path") and getattr(layer, "rate", 0):
         # ranks with the same samples drop the same ones, whichever channels they have
-        return OwnRandom(layer, gpc.get_local_rank(layout.samples))
+        return RankSeeded(layer, gpc.get_local_rank(layout.samples))
     if isinstance(layer, nn.LayerNorm):
-        return LayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
+        return ShardedLayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
     return None
 
 
@@ -118,7 +118,7 @@ def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     return getattr(model, "shards", None) or dict(model.named_parameters())
 
 
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a checkpoint by name: the running statistics of batch norms."""
     parameters = dict(model.named_parameters())
     # of a state_dict, which leaves out buffers that are not persistent
@@ -126,17 +126,17 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return the local tensors of a checkpoint by name: `named_shards`, then `kept_buffers`."""
-    return named_shards(model) | kept_buffers(model)
+    """Return a checkpoint's local tensors by name: `named_shards`, then `persistent_buffers`."""
+    return named_shards(model) | persistent_buffers(model)
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Give all data-parallel ranks the first one's `kept_buffers`."""
+    """Give all data-parallel ranks the first one's `persistent_buffers`."""
     ranks = gpc.get_ranks_in_group(ParallelMode.DATA)
     if len(ranks) == 1:
         return
     group = gpc.get_group(ParallelMode.DATA)
-    for buffer in kept_buffers(model).values():
+    for buffer in persistent_buffers(model).values():
         dist.broadcast(buffer, ranks[0], group=group)
 
 
@@ -219,7 +219,7 @@ def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
     """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
     full = value.new_zeros(shard.shape)
     # the sum over ranks has to have each element once
-    is_first = shard.copies is None or gpc.get_local_rank(shard.copies) == 0
+    is_first = shard.replicated_over is None or gpc.get_local_rank(shard.replicated_over) == 0
     if is_first:
         shard.write(value, full)
     return full
@@ -332,5 +332,5 @@ def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
 
 def _copies(parameter: Tensor) -> int:
     """Return how many ranks of the tensor-parallel group have this shard."""
-    copies = parameter.shard.copies
-    return 1 if copies is None else gpc.get_world_size(copies)
+    group = parameter.shard.replicated_over
+    return 1 if group is None else gpc.get_world_size(group)

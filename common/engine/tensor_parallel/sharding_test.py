@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.engine.tensor_parallel.layers import LayerNorm
+from common.engine.tensor_parallel.layers import ShardedLayerNorm
 from common.engine.tensor_parallel.layout import LAYOUTS, describe_tensor_parallel
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
@@ -128,5 +128,5 @@ def test_layer_norm_does_not_overflow_in_half():
     x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
     norm = nn.LayerNorm(1024)
     with launched():
-        output = LayerNorm(norm.weight, norm.bias, norm.eps, ParallelMode.DATA)(x)
+        output = ShardedLayerNorm(norm.weight, norm.bias, norm.eps, ParallelMode.DATA)(x)
     torch.testing.assert_close(output, norm(x.float()), rtol=0, atol=1e-3)

@@ -21,7 +21,7 @@ DOWNLOAD = "Caltech-101 (137 MB)"
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"
-TORCHVISION_FOLDER = "caltech101"  # into which torchvision.datasets.Caltech101 unpacks it
+TORCHVISION_FOLDER = "caltech101"  # torchvision.datasets.Caltech101 unpacks it into this
 OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
 BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
 CATEGORIES = 101
@@ -98,7 +98,8 @@ def _unpack(root: Path, allow_download: bool) -> Path:
         needed = f"{FOLDER}/, {ARCHIVE} or {OUTER_ARCHIVE}"
         fetch(inner, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, DOWNLOAD)
     with folder_lock(root, wait=True):
-        if not (root / FOLDER).is_dir():  # no other process was first
+        # Another process may have been first.
+        if not (root / FOLDER).is_dir():
             extract(archive or inner, FOLDER, root)
     return root / FOLDER
 

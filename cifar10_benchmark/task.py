@@ -19,10 +19,10 @@ from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampl
 from common.errors import UserError
 from common.task import Task, refuse_unused
 
-# keys of DATA for photographs only
+# Keys of DATA for photographs only.
 UNUSED = ("loader", "workers", "crop", "crop_scale", "crop_ratio", "randaugment", *SHARDS_ONLY)
 
-# top, left and flip; then AutoAugment's
+# Three numbers choose top, left and flip; the others are AutoAugment's.
 UNIFORMS_PER_SAMPLE = 3 + AutoAugment.UNIFORMS
 
 
@@ -112,7 +112,7 @@ class Augment:
         offsets_B2 = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
         top_B, left_B = to_device(offsets_B2, device).unbind(1)
         padded = F.pad(images_BCYX, (self.padding,) * 4)
-        # a view of all crops: P by Q positions
+        # A view of all crops, without a copy: P by Q positions.
         crops_BCPQYX = padded.unfold(2, height, 1).unfold(3, width, 1)
         batch = torch.arange(len(images_BCYX), device=device)
         images_BCYX = crops_BCPQYX[batch, :, top_B, left_B]

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from common.launchers import is_first_process
 from common.text import printable
 
-# seconds in which the first process can speak before a launcher ends it because another has left
+# Seconds that the other processes wait: a launcher ends the first once another has left, and it has
+# to print its line before.
 PATIENCE = 5.0
 Explanation = Callable[[Exception], str]
 _at_end = ExitStack()
@@ -114,7 +115,7 @@ def _report(error: UserError) -> None:
     once, and ends the run; others speak if that has not ended them, or at once of a `RankError`. An
     `AgreedError` is the first's to say.
     """
-    # from sys.modules, since tools that do not train do not import them
+    # Not imported here: tools that do not train would have to load them.
     distributed = sys.modules.get("torch.distributed")
     has_joined = distributed is not None and distributed.is_initialized()
     if not (has_joined or is_first_process() or isinstance(error, RankError)):
@@ -125,5 +126,5 @@ def _report(error: UserError) -> None:
     if tqdm:
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
             bar.close()
-    # one write, unlike print, since ranks share stderr
+    # One write, which `print` does not promise: ranks share stderr.
     sys.stderr.write(f"error: {printable(error)}\n")

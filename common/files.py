@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import UserError
 from common.text import print_wrapped, printable
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # the repository's folder
 HOLDER = ".lock-holder"
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole; a manifest of 50,000 shards fits
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -148,7 +148,7 @@ def fingerprint_of(parts: Iterable[object]) -> str:
     """Return the sha256, in hexadecimal, of the parts as text, in their order."""
     digest = hashlib.sha256()
     for part in parts:
-        text = os.fsencode(str(part))  # the names of files need not be valid text
+        text = os.fsencode(str(part))  # names of files need not be valid text
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
 
@@ -173,7 +173,8 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is
     false, and if the folder cannot be written.
     """
-    if folder in _locks:  # to close a second handle would release the lock
+    # A second handle must not be opened: closing it would release the lock.
+    if folder in _locks:
         raise UserError(f"{folder} is being written by this process: choose another folder")
     is_new = not folder.exists()
     try:
@@ -194,7 +195,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
             f"{folder} is being written by another process: choose another folder, or wait for its "
             "end"
         ) from error
-    except OSError:  # a file system without locks
+    except OSError:  # The file system has no locks.
         _write_holder(folder, wait)
     _locks[folder] = handle, is_new
 
@@ -214,7 +215,7 @@ def _write_holder(folder: Path, wait: bool) -> None:
                 is_warning=True,
             )
             return
-        # the file may have been left empty
+        # The file may be empty, if its process was killed before the write.
         host, pid, start, *_ = f"{read_text(holder)} unknown unknown unknown".split()
         if host == platform.node() and _start_of(pid) != start:
             holder.unlink(missing_ok=True)

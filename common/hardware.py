@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-# if other programs use more cores than this, threads wait without spinning (docs/performance.md)
+# If other programs use more cores than this, threads wait without spinning (docs/performance.md).
 BUSY = 0.3
 PACKAGES = (
     "torch",
@@ -33,7 +33,7 @@ PACKAGES = (
 )
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc/self")
-_processes: list["CpuLimits"] = []  # of the run
+_processes: list["CpuLimits"] = []  # one for each process of the run
 
 
 def prepare_torch() -> None:
@@ -201,7 +201,7 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with suppress(FileNotFoundError):  # no git
+    with suppress(FileNotFoundError):  # git may not be installed
         answer = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
         )

@@ -10,13 +10,14 @@ class Variables(NamedTuple):
     rank: str
     local_rank: str
     world_size: str
-    host: str = ""  # of rank 0
+    host: str = ""  # the address of rank 0
     port: str = ""
     local_size: str = ""  # the processes on this node
     job: str = ""  # a job's own name, from which its port is derived
 
 
-LAUNCHERS = {  # where several apply, the first one started the process
+# Where the variables of several are set, the first of these has started the process.
+LAUNCHERS = {
     "torch": Variables("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "openmpi": Variables(
         "OMPI_COMM_WORLD_RANK",

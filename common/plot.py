@@ -31,6 +31,6 @@ def place_legend(axes: "Axes", columns: int = 4) -> None:
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure to ``path``, as PNG or JPEG."""
     with warnings.catch_warnings():
-        # a character of a class's name that the font lacks is drawn as a box
+        # A character that the font lacks, in a class's name, is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(own_file(path), dpi=150, pil_kwargs={"quality": 90})

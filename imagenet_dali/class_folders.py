@@ -8,7 +8,7 @@ from common.errors import UserError
 from imagenet_dali.imagenet_tars import label_by_devkit
 from imagenet_dali.source import ImageListing
 
-TINY_LABELS = "val_annotations.txt"  # of Tiny ImageNet: file, synset and box in a line
+TINY_LABELS = "val_annotations.txt"  # Tiny ImageNet's: file, synset and box in a line
 
 
 def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | None) -> ImageListing:
@@ -19,7 +19,7 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
     """
     name = split or "validation"
     evaluation = folders.get(name)
-    # without a train folder the classes are those of the only split, or of the folder itself
+    # Without a train folder the classes are those of the only split, or of the folder itself.
     labelled = {"train": folders.get("train", evaluation or root)}
     is_flat = False
     if evaluation:
@@ -29,7 +29,7 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
                 "folder: while read f c _; do mkdir -p $c; mv images/$f $c; done < "
                 f"{TINY_LABELS}; rm -r images {TINY_LABELS}"
             )
-        # as ImageNet's, whose labels are in the devkit
+        # ImageNet's validation images are such files; their labels are in the devkit.
         is_flat = name == "validation" and not list_folders(evaluation)
         if not is_flat:
             labelled[name] = evaluation
@@ -38,6 +38,7 @@ def list_class_folders(root: Path, folders: Mapping[str, Path], split: str | Non
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
         splits[name], classes = label_by_devkit(root, evaluation, files, classes)
-    if split and not evaluation:  # the whole folder, listed as train, is the split
+    # The whole folder, listed as train, is the split.
+    if split and not evaluation:
         splits = {split: splits["train"]}
     return ImageListing(root, classes, splits, ignored=ignored)

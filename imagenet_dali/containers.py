@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyarrow import DataType
     from pyarrow.parquet import ParquetFile
 
-# in tars; the order decides between images of one key, as webdataset's "jpg;jpeg;png" does
+# For tars. The order decides between images of one key, as webdataset's "jpg;jpeg;png" does.
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")
 
 
@@ -38,7 +38,8 @@ class ParquetTable:
 
 def find_containers(root: Path) -> list[str]:
     """Return the parquet files or else the tars of a source, as paths relative to `root`."""
-    for suffix in (".parquet", ".tar", ".tar.gz"):  # the last is refused when it is listed
+    # A compressed tar is refused when it is listed.
+    for suffix in (".parquet", ".tar", ".tar.gz"):
         paths = itertools.chain(root.glob(f"*{suffix}"), root.glob(f"*/*{suffix}"))
         names = sorted(path.relative_to(root).as_posix() for path in paths)
         if names:
@@ -100,7 +101,8 @@ def _list_each(
         with _open_parquet(path) as table:
             listings[container] = _list_rows(table, path, container)
         columns = printable(f"images of column {table.images}, labels of {table.labels}")
-        if columns != printed:  # of a hundred files, usually all have the same
+        # A hundred files usually have the same columns: print them once.
+        if columns != printed:
             print(f"{printable(path)}: {columns}")
             printed = columns
         if table.class_names and class_names not in (None, table.class_names):
@@ -119,11 +121,12 @@ def _choose_containers(
     by_split = defaultdict(list)
     for container in containers:
         by_split[split_of(container)].append(container)
-    if by_split.keys() > {""}:  # some paths name a split, and some do not
+    # Some paths name a split, and some do not.
+    if by_split.keys() > {""}:
         raise UserError(
             f"{root / by_split[''][0]}: its path names no split, as the others do; rename it"
         )
-    # test is taken on request only
+    # The test split is taken on request only.
     wanted = [split or "train"]
     if not split and "validation" in by_split:
         wanted.append("validation")
@@ -140,7 +143,7 @@ def _with_unique_names(
     names = [image.name for listing in listings.values() for image in listing]
     if len(set(names)) == len(names):
         return dict(listings)
-    # all, since the split by name must not depend on which of them are equal
+    # All are renamed: the split by name must not depend on which of them are equal.
     unique = {}
     for container, listing in listings.items():
         unique[container] = [
@@ -190,7 +193,7 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
     images = {}
     labels = {}
     for member, file in tar_members(path):
-        # as webdataset: a key ends at the first dot of the file's name
+        # A key ends at the first dot of the file's name, as in webdataset.
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
         key = f"{folder}/{stem}"
@@ -198,11 +201,12 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
         if suffix in IMAGE_SUFFIXES:
             position = TarPosition(container, member.offset_data, member.size)
             image = (IMAGE_SUFFIXES.index(suffix), member.name, position)
-            # the first by suffix; masks and other views of the sample are left out
+            # Keep the first by suffix: masks and other views of the sample are left out.
             images[key] = min(image, images.get(key, image))
         elif suffix == "cls":
             file.seek(member.offset_data)
-            with suppress(ValueError):  # is refused below, if it is an image's
+            # A label that is no number is refused below, if it belongs to an image.
+            with suppress(ValueError):
                 labels[key] = int(file.read(member.size))
     listing = []
     for key, (_, name, position) in images.items():
@@ -240,7 +244,7 @@ def read_rows(root: Path, positions: Iterable[RowPosition]) -> dict[RowPosition,
     for (container, group), members in sorted(by_group.items()):
         with _open_parquet(root / container) as table:
             columns = [f"{table.images}.bytes"]
-            # no threads: each worker is a process of its own
+            # Without threads: each worker is a process of its own.
             rows = table.file.read_row_group(group, columns, use_threads=False)[table.images]
             for position in members:
                 images[position] = rows[position.row]["bytes"].as_py() or b""

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
 from imagenet_dali.tfrecord_format import BadSampleError, unframe
 
-# for scripts that write shards and import these from here, as in earlier versions
+# Scripts that write shards import these from here, as in earlier versions.
 from imagenet_dali.tfrecord_format import Example as Example
 from imagenet_dali.tfrecord_format import frame as frame
 
@@ -80,7 +80,7 @@ class TFRecordSplit(ImageSplit):
     ``records`` are rows of `RECORD`, memory-mapped; ``fingerprint`` is of the whole data set.
     """
 
-    is_prepared = True  # or adopted: no decoder here turns a record as its EXIF block says
+    is_prepared = True  # for adopted shards too: no decoder here turns a record as its EXIF says
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class TFRecordSplit(ImageSplit):
 
     def read_span(self, first: int, end: int) -> list[Record]:
         """Return what `read` does for consecutive records of one shard, in one read of the file."""
-        # as Python's integers: NumPy's are slow one by one
+        # Python's integers: NumPy's are slow one by one.
         rows = self.records[first:end].tolist()
         shard, start, *_ = rows[0]
         _, last, size, *_ = rows[-1]
@@ -134,13 +134,13 @@ class TFRecordSplit(ImageSplit):
 
         Shards are cut into blocks of about equal size, at most ``nbytes`` and a part of a record.
         """
-        # signed, since differences of unsigned numbers would wrap around; N records, S shards
+        # Signed: differences of unsigned numbers would wrap around. N records, S shards.
         shards_N = self.records["shard"].astype(np.int64)
         offsets_N = self.records["offset"].astype(np.int64)
         ends_S = np.zeros(len(self.shards), np.int64)
         np.maximum.at(ends_S, shards_N, offsets_N + self.records["size"])
         blocks_S = -(-ends_S // nbytes)
-        # of each record, the block that its first byte is in
+        # The block, within its shard, that a record's first byte is in.
         block_N = offsets_N * blocks_S[shards_N] // ends_S[shards_N]
         starts = np.flatnonzero(np.diff(shards_N) | np.diff(block_N)) + 1
         return np.concatenate([[0], starts, [len(self)]])
@@ -159,8 +159,8 @@ class TFRecordSplit(ImageSplit):
 
 def read_file_range(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file; it is shorter than ``length`` where the file ends."""
-    # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual
-    # limit of 1,024
+    # Opened for each read: a descriptor for each of ImageNet's 1,064 shards would exceed the usual
+    # limit of 1,024.
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(length)

@@ -77,9 +77,9 @@ def _list_layout(
     archived = {split_of(container): root / container for container in containers}
     has_train_tar = (root / TRAIN_TAR).is_file()
     if has_train_tar:
-        archived.pop("test", None)  # its labels are not published
+        archived.pop("test", None)  # ImageNet's test labels are not published
     classes = {name for name in list_folders(root) if not SPLIT_NAME.fullmatch(name)}
-    # Hugging Face keeps parquet files in data/, which is no class
+    # Hugging Face keeps parquet files in data/: that is no class.
     is_folder = folders or len(classes - {"data"}) > 1 or not containers
     if is_folder:
         present = folders or {"": root}
@@ -101,7 +101,7 @@ def _refuse_half_unpacked(
 ) -> None:
     """Raise `UserError` for folders beside an archive of a split that none of them is."""
     for name in ("train", "validation"):
-        # without split folders, the class folders are train
+        # Without split folders, the class folders are train.
         if name in archived and name not in (folders or ["train"]):
             raise UserError(
                 f"{archived[name]}: the {name} split in an archive, beside folders; unpack it into "

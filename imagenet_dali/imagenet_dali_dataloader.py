@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from common.data.auto_augment import Policy
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
-# in DALI's, CUDA's and nvJPEG's errors
+# Matches the errors of DALI, CUDA and nvJPEG.
 OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)
-# the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
+# The version of nvJPEG since which windows are upsampled on the GPU. With an older one DALI decodes
+# them on the CPU.
 FANCY_WINDOWS = (13, 2)
 
 
@@ -79,7 +80,7 @@ def decode_and_resize(
     """
     inputs = fn.external_source(source, num_outputs=7)
     jpegs, start, shape, region_start, region_end, flip, sizes = inputs
-    # upsampling is the CPU's way, so that a GPU sees the same pixels
+    # Upsampling is done the CPU's way: a GPU sees the same pixels.
     options: dict[str, Any] = dict(
         device=device, adjust_orientation=False, jpeg_fancy_upsampling=True
     )

@@ -13,7 +13,7 @@ from imagenet_dali.source import ImageListing, TarPosition
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VALIDATION_TAR = "ILSVRC2012_img_val.tar"
-# the number of each validation image's class, and the synset of each number
+# The number of each validation image's class, and the synset of each number.
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
@@ -24,7 +24,7 @@ def list_imagenet_tars(root: Path) -> ImageListing:
     for class_tar, _ in tar_members(root / TRAIN_TAR):
         synset = PurePosixPath(class_tar.name).stem
         by_class[synset] = []
-        # a tar in the tar, without compression, so that images can be read in place
+        # A tar in the tar, without compression: images can be read in place.
         for member, _ in tar_members(root / TRAIN_TAR, class_tar.offset_data):
             name = f"train/{synset}/{member.name}"
             by_class[synset].append(name)
@@ -55,7 +55,7 @@ def label_by_devkit(
     if not path.is_file():
         raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
     truth, table = _read_devkit(path)
-    # a class number for each image, in the order of their file names
+    # The file has a class number for each image, in the order of their names.
     numbers = [int(line) for line in truth.split()]
     if len(numbers) != len(files):
         raise UserError(
@@ -65,7 +65,7 @@ def label_by_devkit(
     synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), table["WNID"].tolist(), strict=True))
     labels = {synset: label for label, synset in enumerate(classes)}
     missing = {synsets[number] for number in numbers} - set(labels)
-    if missing:  # its images would have no class to train
+    if missing:  # Its images would have no class to train.
         raise UserError(
             f"{path}: {min(missing)} is no class of the training images; complete the download"
         )
@@ -88,5 +88,6 @@ def _read_devkit(path: Path) -> tuple[bytes, Any]:
             truth = content["ILSVRC2012_validation_ground_truth.txt"].read()
             matrices = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)
             return truth, matrices["synsets"]
-    except Exception as error:  # of a damaged archive, a dozen unrelated types
+    # A damaged archive raises a dozen unrelated types.
+    except Exception as error:
         raise UserError(f"{path}: {first_line(error)}; download it again") from error

@@ -41,11 +41,11 @@ from imagenet_dali.writer import (
     write_shard,
 )
 
-# of the data set that is made
+# Flags that decide what is in the data set.
 OPTIONS = ("validation_share", "shards", "short_side", "split", "labels", "columns")
 JOB = "job.json"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
-IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
+IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # images of parquet files that are shuffled together
 
 
 def main(argv: list[str]) -> None:
@@ -191,7 +191,7 @@ def prepare(
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     earlier = _read_job(dest)
-    # the split of an earlier version is kept where that made or began the data set
+    # A data set that an earlier version made or began keeps that version's split.
     by_count = bool(earlier and not earlier.get("held_out"))
     table = LabelTable(Path(labels), columns, max_refused) if labels else None
     listed = list_source(source, validation_share, split, by_count=by_count, table=table)
@@ -206,7 +206,7 @@ def prepare(
         quality=QUALITY,
         short_side=short_side,
         split=split,
-        held_out=None if by_count else listed.held_out or None,  # as earlier versions have it
+        held_out=None if by_count else listed.held_out or None,  # None in an earlier version's job
     )
     plan = plan_shards(listed, shards)
     if _is_complete(dest, job, earlier):
@@ -216,7 +216,7 @@ def prepare(
     _report_refused(dest, listed, shards_by_name.values(), max_refused)
     splits = {}
     for name in listed.splits:
-        # in the plan's order, whichever was finished first
+        # In the plan's order, whichever was finished first.
         splits[name] = [shards_by_name[shard] for shard in plan if shard.startswith(f"{name}/")]
     write_dataset(dest, splits, listed.class_names, 0, job)
     shutil.rmtree(dest / PARTIAL)
@@ -240,7 +240,7 @@ def _report_refused(
     try:
         report_refused(dest, refused, images, max_refused)
     except UserError:
-        # so that the images can be mended and the command rerun
+        # The images can then be mended and the command rerun.
         for folder in (PARTIAL, *source.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         raise
@@ -276,13 +276,13 @@ def plan_shards(source: ImageListing, shards: int | None) -> dict[str, Files]:
 
     `shards` is the number for training; other splits get as many images per shard.
     """
-    train = len(next(iter(source.splits.values())))  # or images of the only split
+    train = len(next(iter(source.splits.values())))  # the first split is train, or the only one
     shards = shards or max(1, train // IMAGES_PER_SHARD)
     if shards > train:
         raise UserError(f"--shards={shards}: more than the {train} images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
-        # shards are read in blocks, which have to be random samples of the classes
+        # Shards are read in blocks, which have to be random samples of the classes.
         shuffled = _shuffle(files, source.positions, random.Random(f"0/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
@@ -298,7 +298,7 @@ def _shuffle(files: Files, positions: Mapping[str, Position], rng: random.Random
     window's shards share its row groups.
     """
     blocks = defaultdict(list)
-    # in an order that does not depend on how the folder was listed
+    # Sorted: the order must not depend on how the folder was listed.
     for file in sorted(files):
         position = positions.get(file[0])
         block = ("", 0)  # one for all images that are read one by one

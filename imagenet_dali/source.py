@@ -17,7 +17,7 @@ class TarPosition(NamedTuple):
     """Where an image lies in a tar."""
 
     container: str  # path relative to the source's root
-    offset: int  # of the first byte
+    offset: int  # position of the first byte in the tar
     size: int
 
 

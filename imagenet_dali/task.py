@@ -53,7 +53,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     train = open_images(data, "train")
     validation = open_images(data, "validation")
     fingerprint = train.fingerprint
-    if validation.fingerprint != fingerprint:  # the splits of a prepared data set share one
+    # The splits of a prepared data set have the same.
+    if validation.fingerprint != fingerprint:
         fingerprint = fingerprint_of([fingerprint, validation.fingerprint])
     summary = DataSummary(
         train_samples=len(train),
@@ -89,7 +90,7 @@ def has_dali() -> bool:
     """Return whether DALI is installed; it is not imported, which takes half a second."""
     try:
         return importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:  # nothing of NVIDIA's is
+    except ModuleNotFoundError:  # No package `nvidia` is installed.
         return False
 
 
@@ -138,7 +139,8 @@ def open_images(data: Mapping[str, Any], split: str) -> ImageSplit:
     return _open_folder(root, data.get("eval_split"), data["split"] == "counted", table)[split]
 
 
-@functools.cache  # listing a million files takes 12 s
+# Cached, because listing a million files takes 12 s.
+@functools.cache
 def _open_folder(
     root: Path, split: str | None, by_count: bool, table: LabelTable | None
 ) -> dict[str, FolderSplit]:
@@ -169,7 +171,8 @@ def _options(
         if device == "cuda":
             from imagenet_dali.imagenet_dali_dataloader import decodes_windows
 
-            # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
+            # This loads DALI's nvJPEG before torchvision's, which is older and would be used
+            # instead.
             decodes_windows()
     if in_blocks:
         options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
@@ -179,7 +182,8 @@ def _options(
 def _read_with_dali(
     images: TFRecordSplit, crop: Crop, *, workers: int, dp_size: int, **options: Any
 ) -> BatchReader:
-    # DALI takes half a second to import
+    # Importing DALI takes half a second. It refuses the first bad image: ``dp_size``, by which
+    # `ImageReader` counts how many it allows, has no use here.
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 
     return DaliReader(images, crop, threads=max(1, workers), **options)

@@ -40,7 +40,7 @@ message_type { name: "Features"
 message_type { name: "Example"
   field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
 """
-# a pool of its own, since TensorFlow and tfrecord define the same messages in the default one
+# A pool of its own: TensorFlow and tfrecord define the same messages in the default one.
 _pool = DescriptorPool()
 _pool.AddSerializedFile(text_format.Parse(EXAMPLE_PROTO, FileDescriptorProto()).SerializeToString())
 Example: Any = GetMessageClass(_pool.FindMessageTypeByName("tf.Example"))

@@ -53,7 +53,7 @@ def check(root: Path, workers: int) -> list[str]:
     if faults:
         return faults
     paths = [root / entry.name for entry in entries]
-    # threads: hashing releases the GIL
+    # Threads suffice: hashing releases the GIL.
     with ThreadPoolExecutor(workers) as pool:
         sums = tqdm(pool.map(sha256_of, paths), total=len(paths), unit="shard", disable=None)
         for path, entry, checksum in zip(paths, entries, sums, strict=True):
@@ -98,7 +98,7 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
             f"{root}: no validation shards: they are the files of validation/, or files named "
             "validation-*"
         )
-    # in the tables only: the shards stay as they are
+    # Only the tables change: the shards stay as they are.
     for shard in shards.values():
         shard.rows["label"] -= base
     splits = {}
@@ -178,7 +178,7 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
             end = offset + len(record)
             try:
                 image, label = parse_example(unframe(record))
-                # strictly, since training decodes it without another check
+                # Strictly: training decodes it without another check.
                 height, width, color_space = check_jpeg(image)
                 if not 0 <= label < 2**31:
                     raise BadSampleError(f"label {label} is no class number")

@@ -38,7 +38,7 @@ from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, RECORD
 from imagenet_dali.source import Position, RowPosition
 from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 
-QUALITY = 95  # of JPEGs that are re-encoded
+QUALITY = 95  # JPEG quality of images that are encoded again
 RESAMPLING = Image.Resampling.LANCZOS
 ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -66,7 +66,7 @@ class FinishedShard:
 
     name: str  # path relative to the root
     sha256: str
-    rows: np.ndarray  # of RECORD, one for each good image; column ``shard`` is filled in later
+    rows: np.ndarray  # dtype RECORD, one for each good image; ``shard`` is filled in later
     refused: list[str]  # a line for each image that is left out
     converted: int = 0  # images that were encoded again
     faults: Sequence[str] = ()  # a line for each place after which records cannot be found
@@ -83,13 +83,13 @@ def parallel_map(
     if workers == 1:
         yield from map(function, tasks)
         return
-    # spawned, since a fork would copy the progress bar's thread and its locks
+    # Spawned: a fork would copy the locks of the progress bar's thread.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
-            # workers inherit the mask: Ctrl-C while they import would print a traceback
+            # Workers inherit the mask: Ctrl-C while they import would print a traceback.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            # a list of its own, from which `as_completed` drops each future and its result
+            # A new list: `as_completed` drops each future, with its result, from it.
             completed = as_completed([pool.submit(function, task) for task in tasks])
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in completed:
@@ -225,11 +225,11 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
     """Do `convert_image`, with errors as the decoders raise them."""
     height = width = 0
     color_space = ""
-    # what is no JPEG, or one with a warning, is decoded by `decode_image`
+    # `decode_image` decodes other formats, and a JPEG with a warning.
     with contextlib.suppress(BadSampleError):
         height, width, color_space = check_jpeg(data)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    shorter = min(image.size)  # of the header; nothing is decoded yet
+    shorter = min(image.size)  # from the header: nothing is decoded yet
     target = min(short_side or shorter, shorter)
     if target == shorter and color_space == "YCbCr" and not is_turned(image):
         return data, height, width

@@ -53,11 +53,11 @@ from common.training import build_training
 from imagenet_dali.prepare import main as prepare
 from imagenet_dali.task import build_train_loader
 
-SIDE = 224  # of the loaders' crops
+SIDE = 224  # pixels of the loaders' crops
 BATCH = 64
 ROUNDS = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # else float32
+BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # False: all is measured in float32
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Work:
     settings: tuple[str, ...]
     steps: int
     warm_up: int
-    compiled: bool | str = False  # as the config's COMPILE
-    folder: Path = Path()  # of the loaders' images
+    compiled: bool | str = False  # a value of the config's COMPILE
+    folder: Path = Path()  # where the loaders' images are
     items: Iterable[Any] = (None,)
     seconds: float = 0
 
@@ -84,7 +84,7 @@ class Work:
         config = self.config()
         size = config["TOTAL_BATCH_SIZE"]
         side = config["MODEL"]["image_size"]
-        # on the CPU first, so that all devices have the same
+        # Drawn on the CPU: all devices get the same.
         images = torch.randn(4, size, 3, side, side).to(DEVICE)
         labels = torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE)
         self.items = list(zip(images, labels, strict=True))
@@ -224,7 +224,7 @@ def run_variant(variant: Variant, work: Work) -> float:
 
 def compare(variants: dict[str, Variant], work: Work, rounds: int) -> list[dict[str, str]]:
     """Return a row for each variant, with its ratios to the first one."""
-    # a new interpreter takes seconds to import torch, but a forked process cannot use a GPU
+    # A new interpreter takes seconds to import torch, but a forked process cannot use a GPU.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     measured: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):

@@ -67,7 +67,7 @@ def write_row(**values: Any) -> None:
     """Add a row to the file at once, with where it is from, and print it."""
     print(json.dumps(values), flush=True)
     OUT.mkdir(parents=True, exist_ok=True)
-    # on disk before the next is measured, which may crash the machine
+    # Written before the next is measured: that may crash the machine.
     with ROWS.open("a") as file:
         file.write(json.dumps(values | {"run": _describe()}) + "\n")
         file.flush()
@@ -124,7 +124,7 @@ def measure_step(
     settings.append(f"TOTAL_BATCH_SIZE={BATCH}")
     steps, warm_up = (2, 1) if TINY else (30, 12)
     work = bench.Work((*settings, *more), steps, warm_up, how)
-    # what the variant before has left: graphs that hold tensors, and compiled code
+    # Free what the variant before has left: graphs that hold tensors, and compiled code.
     gc.collect()
     torch.compiler.reset()
     if bench.DEVICE == "cuda":
@@ -132,7 +132,7 @@ def measure_step(
         torch.cuda.reset_peak_memory_stats()
     try:
         train(work)
-    except Exception as error:  # the next may do
+    except Exception as error:  # The next variant may run.
         write_row(piece=f"speed-{model}", variant=name, error=f"{error!r:.300}")
         return
     finally:
@@ -244,7 +244,8 @@ def photographs() -> Path:
 
     shards = WORK / "shards"
     if not (shards / "manifest.json").exists():
-        for folder in (WORK / "images", shards):  # what a piece that was ended has left
+        # A piece that was ended may have left them.
+        for folder in (WORK / "images", shards):
             shutil.rmtree(folder, ignore_errors=True)
         write_photographs(WORK / "images", "abcd", 128 if TINY else 8192, 500, 400)
         prepare(WORK / "images", shards, cores(), validation_share=0.0625)
@@ -297,7 +298,8 @@ def cifar() -> None:
                 write_photographs(folder / split, "abcdefghij", 160, 32, 32)
     elif source and Path(source).is_dir():
         folder = Path(source)
-    elif not (folder / "train").is_dir():  # else it was unpacked before
+    # An earlier piece may have unpacked it.
+    elif not (folder / "train").is_dir():
         if source:
             with tarfile.open(source) as archive:
                 archive.extractall(folder, filter="data")
@@ -313,7 +315,8 @@ def cifar() -> None:
         seen = 0
         is_running = True
         while is_running:
-            is_running = process.poll() is None  # before the last look
+            # Asked before the lines are read: none is missed after the end.
+            is_running = process.poll() is None
             for line in _lines(output / "metrics.jsonl")[seen:]:
                 seen += 1
                 record = json.loads(line)
@@ -404,7 +407,7 @@ def _start(name: str, at_once: int) -> subprocess.Popen[bytes]:
         words = [*PYTEST, "-k", selection]
     environ = os.environ | {"PYTHONUNBUFFERED": "1", "OUT": str(OUT)}
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4" if at_once > 1 else str(os.cpu_count())
-    # for what the tests start, where the project is not installed
+    # What the tests start finds the project by it, where that is not installed.
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
     with (WORK / f"{name}.log").open("wb") as log:
         command = [sys.executable, *words]

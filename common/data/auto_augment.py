@@ -48,7 +48,7 @@ class Policy:
         self.transform = transform
         self.uniforms = uniforms
         self.fill = fill
-        # built once for each size of images
+        # The tables are built once for each size of images.
         self._operations = cache(self.build_operations)
         self._tables = cache(self._build_tables)
 
@@ -74,8 +74,8 @@ class Policy:
         """
         tables = self._tables(*images.shape[2:], images.device)
         for drawn_B in self.draw(uniforms).T:
-            # sorted by type, so that one type's images are a slice: the host knows its size, and
-            # need not wait for a GPU to find the images
+            # Sorted by type, one type's images are a slice whose size the host knows: it need not
+            # wait for a GPU to find them.
             types_B = tables.types[drawn_B]
             order_B = np.argsort(types_B, kind="stable")
             counts = np.bincount(types_B, minlength=len(TYPES)).tolist()
@@ -152,9 +152,9 @@ class RandAugment(Policy):
         return operations
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
-        # two numbers an operation: which one, and its sign
+        # Two numbers for each operation: which one, and its sign.
         which_BN, sign_BN = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
-        # operation i is at 2 i with the negative magnitude, and at 2 i + 1 with the positive one
+        # Operation i is at 2 i with the negative magnitude, and at 2 i + 1 with the positive one.
         return 2 * (len(self.names) * which_BN).astype(int) + (2 * sign_BN).astype(int)
 
 
@@ -166,7 +166,7 @@ class AutoAugment(Policy):
     def __init__(self) -> None:
         transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
         super().__init__(transform, self.UNIFORMS, fill=0)
-        # each pair has two of (name, probability, level)
+        # Each pair has two of (name, probability, level).
         self.pairs = transform._policies
         self.probabilities = np.array([(first[1], second[1]) for first, second in self.pairs])
 
@@ -180,7 +180,7 @@ class AutoAugment(Policy):
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         pair_B = (len(self.pairs) * uniforms[:, 0]).astype(int)
         applied_B2, sign_B2 = uniforms[:, 1:].reshape(-1, 2, 2).transpose(2, 0, 1)
-        # a pair has four operations: the first with either sign, then the second
+        # A pair has four operations: the first with either sign, then the second.
         drawn_B2 = 4 * pair_B[:, None] + [0, 2] + (2 * sign_B2).astype(int)
         identity = 4 * len(self.pairs)
         return np.where(applied_B2 < self.probabilities[pair_B], drawn_B2, identity)
@@ -192,7 +192,7 @@ class TimmRandAugment:
     uniforms = 1
 
     def __init__(self, text: str, mean: Sequence[float], interpolation: str) -> None:
-        # a second to import
+        # The import takes a second.
         from timm.data.auto_augment import posterize, rand_augment_transform
         from timm.data.transforms import str_to_pil_interp
 
@@ -218,14 +218,14 @@ class TimmRandAugment:
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """Keep ``bits`` of each value, as timm does."""
-    # magnitude 10 keeps none, which Pillow 13 refuses
+    # At magnitude 10 `Posterize` keeps no bits, which Pillow 13 refuses.
     return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def move(images: Tensor, operations: Tensor, tables: OperationTables) -> Tensor:
     """Return each pixel of ``images`` [B, 3, Y, X] replaced by its source."""
     sources_BP = tables.sources[operations]
-    # one more pixel: the one that stands for all outside of the image
+    # One more pixel stands for all outside of the image.
     pixels_BCP = F.pad(images.flatten(2), (0, 1), value=tables.fill)
     return pixels_BCP.gather(2, sources_BP[:, None].expand(-1, 3, -1)).view_as(images)
 
@@ -267,14 +267,14 @@ def smooth(pixels: Tensor) -> Tensor:
     """Return blurred images, as Pillow's SMOOTH filter, which leaves the outermost pixels."""
     blurred = pixels.clone()
     inner = blurred[..., 1:-1, 1:-1]
-    # weights of 5 for a pixel and 1 for its 8 neighbours
+    # Pillow's smoothing filter: weight 5 for a pixel and 1 for each of its 8 neighbours.
     neighbours = 9 * F.avg_pool2d(pixels, 3, 1)
     inner.copy_(neighbours.add_(inner, alpha=4).div_(13).round_())
     return blurred
 
 
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-# the new value of a pixel depends on its old value alone
+# Of these operations the new value of a pixel depends on its old value alone.
 TABLES = ("Brightness", "Posterize", "Solarize", "Invert")
 # What changes a batch, by the names of the operations.
 TYPES: dict[tuple[str, ...], Callable[[Tensor, Tensor, OperationTables], Tensor]] = {

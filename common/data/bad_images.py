@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.text import printable
 
 MAX_BAD_SHARE = 0.01
-NAMED = 20  # of a list that may have a million
+NAMED = 20  # images that are named: a list may have a million
 
 
 class BadImages:
@@ -19,7 +19,7 @@ class BadImages:
 
     def __init__(self, samples: float) -> None:
         self.samples = samples
-        self.count = 0  # of this pass
+        self.count = 0  # bad images in this pass
         self._named = set()
 
     def add(self, messages: Iterable[str]) -> None:
@@ -27,7 +27,8 @@ class BadImages:
         for message in messages:
             self.count += 1
             allowed = MAX_BAD_SHARE * self.samples
-            # by chance a process may get more than its share: four standard deviations
+            # One process may read more bad images than others by chance: add four standard
+            # deviations.
             if self.count > max(1, allowed + 4 * allowed**0.5):
                 raise UserError(
                     f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that "
@@ -35,5 +36,5 @@ class BadImages:
                 )
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
-                # one write, unlike print: ranks share stderr
+                # One write, which `print` does not promise: ranks share stderr.
                 sys.stderr.write(f"skipped: {printable(message)}\n")

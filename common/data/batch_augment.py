@@ -19,8 +19,8 @@ from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 class Change:
     """An augmentation of single images: ``apply`` changes a batch in place by random numbers."""
 
-    purpose: int  # of the random numbers: AUGMENTATION, COLORS, ...
-    uniforms: int  # numbers for each image
+    purpose: int  # what its random numbers are drawn for: COLORS or ERASING of the sampler
+    uniforms: int  # random numbers for each image
     apply: Callable[[Tensor, np.ndarray], None]
 
 
@@ -70,18 +70,19 @@ class BatchAugment(TrainLoader):
         batches = iter(self.loader)
         state = self.loader.state_dict()
         epoch = state["epoch"]
-        # a range test may be longer than the training: with no last epochs all are blended
+        # A range test may be longer than the training: without last epochs all are blended.
         blends = self.blends and not (self.last_epochs and epoch >= self.blended_epochs)
-        first = state["samples"] // self.sampler.dp_size
+        # The state counts the samples of all ranks.
+        local_sample = state["samples"] // self.sampler.dp_size
         for images, labels in batches:
-            step, row = self.sampler.position(first)
+            step, row = self.sampler.position(local_sample)
             for change in self.changes:
                 uniforms = sample_uniforms(
                     self.seed, epoch, step, row, len(images), change.uniforms, change.purpose
                 )
                 change.apply(images, uniforms)
-            seed = [self.seed, epoch, first // len(images), self.sampler.dp_rank]
-            first += len(images)
+            seed = [self.seed, epoch, local_sample // len(images), self.sampler.dp_rank]
+            local_sample += len(images)
             yield self.blend(images, labels, seed) if blends else (images, labels)
 
     def state_dict(self) -> dict[str, int]:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from common.data.loader import to_device
 
-RADIUS = 8  # of the blur's kernel: four times the largest sigma
-# the operation of 3-Augment and its strength; then the three factors of the jitter
+RADIUS = 8  # pixels that the blur's kernel reaches: four times the largest sigma
+# One chooses 3-Augment's operation and one its strength; three are the factors of the jitter.
 COLOR_UNIFORMS = 5
 
 
@@ -76,10 +76,10 @@ def blur(pixels: Tensor, sigmas: np.ndarray) -> Tensor:
     distances_K = np.arange(-RADIUS, RADIUS + 1)
     kernels_BK = np.exp(-0.5 * (distances_K / sigmas[:, None]) ** 2)
     kernels_BK /= kernels_BK.sum(1, keepdims=True)
-    # a kernel for each channel of each image: P = 3 B planes, as groups of the convolution
+    # Each image has a kernel of its own: P = 3 B planes are groups of one convolution.
     kernels_PK = np.repeat(kernels_BK, 3, axis=0).astype(np.float32)
     weight_P11K = to_device(kernels_PK[:, None, None], pixels.device)
-    # along rows, then along columns
+    # The kernel is separable: along rows, then along columns.
     planes = F.pad(pixels, (RADIUS,) * 4, mode="replicate").flatten(0, 1)
     planes = F.conv2d(planes, weight_P11K, groups=len(weight_P11K))
     planes = F.conv2d(planes, weight_P11K.mT, groups=len(weight_P11K))

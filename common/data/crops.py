@@ -71,7 +71,7 @@ class RandomCrop:
         widths_BT = np.rint(np.sqrt(area_BT * ratio_BT))
         tries_BT2 = np.stack([heights_BT, widths_BT], axis=2)
 
-        # the first try that lies inside the image, else the largest central crop
+        # Take the first try that lies inside the image, else the largest central crop.
         fits_BT = np.all((tries_BT2 > 0) & (tries_BT2 <= shape[:, None]), axis=2)
         accepted_B1 = np.any(fits_BT, axis=1)[:, None]
         first_B2 = tries_BT2[np.arange(len(shape)), fits_BT.argmax(1)]
@@ -87,7 +87,7 @@ class RandomCrop:
         height_B, width_B = shape.T
         ratio_B = width_B / height_B
         low, high = self.ratio
-        # an image that is too tall keeps its width, one that is too wide its height
+        # An image that is too tall keeps its width, one that is too wide its height.
         crop_height_B = np.where(ratio_B < low, np.rint(width_B / low), height_B)
         crop_width_B = np.where(ratio_B > high, np.rint(height_B * high), width_B)
         return np.stack([crop_height_B, crop_width_B], axis=1)
@@ -111,7 +111,7 @@ class SimpleCrop:
         ``uniforms`` are float64 [B, at least `CROP_UNIFORMS`].
         """
         resized_B2 = _resized(shape, self.size)
-        # where the square may begin in the padded image
+        # The number of positions of the square in the padded image.
         positions_B2 = resized_B2 + 2 * REFLECTED - self.size + 1
         position_B2 = np.floor(uniforms[:, POSITION] * positions_B2).astype(np.int64)
         offset_B2 = position_B2 - REFLECTED
@@ -133,7 +133,7 @@ class CenterCrop:
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of ``shape``, int64 [B, 2]; nothing is random in them."""
         resized_B2 = _resized(shape, self.short_side)
-        # torchvision.transforms.functional.center_crop rounds half to even
+        # torchvision.transforms.functional.center_crop rounds half to even.
         offset_B2 = np.rint((resized_B2 - self.size) / 2)
         return _square(shape, resized_B2, offset_B2, self.size)
 
@@ -160,10 +160,10 @@ def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: in
     antialiasing filter, counted in pixels of the image or of the result, whichever are larger.
     """
     scale_B2 = shape / resized
-    # the square, in pixels of the image
+    # The square, in pixels of the image.
     begin_B2 = offset * scale_B2
     end_B2 = (offset + size) * scale_B2
-    # the window, in whole pixels
+    # The window, in whole pixels.
     margin_B2 = MARGIN * np.maximum(scale_B2, 1)
     start_B2 = np.floor(np.maximum(begin_B2 - margin_B2, 0))
     stop_B2 = np.ceil(np.minimum(end_B2 + margin_B2, shape))

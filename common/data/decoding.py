@@ -7,16 +7,16 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from simplejpeg import decode_jpeg
 
-# Pillow's other formats run programs, or are not for photographs
+# Pillow's other formats run programs (EPS), or are not for photographs.
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-# 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+# 300 MB when decoded. Beyond it, a header that lies is likelier than a photograph.
 MAX_PIXELS = 100_000_000
-# of an encoded image: four channels without compression, and metadata
+# The greatest size of an encoded image: four channels without compression, and metadata.
 MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)
 Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
 # Of one text or profile Pillow takes 1 MB; editors write more. The sum of texts stays limited.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
-UNREADABLE = "not a readable image: "  # and then the decoder's message
+UNREADABLE = "not a readable image: "  # the decoder's message follows
 # What libjpeg-turbo says of files that lack no pixels. Bytes before a restart marker (d0 to d7) are
 # what is left of a block that was cut. Of unusual subsampling only Pillow can decode the pixels.
 HARMLESS = re.compile("bytes before marker 0x(?!d[0-7])|subsampling level|Invalid SOS parameters")
@@ -42,7 +42,8 @@ def decode_image(data: bytes | memoryview) -> np.ndarray:
     if image.format in ("JPEG", "MPO"):
         pixels = _decode_jpeg(bytes(data), image.mode)
     else:
-        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
+        # `verify` checks the checksums, which decoding ignores; the image is of no use afterwards.
+        Image.open(io.BytesIO(data), formats=FORMATS).verify()
     if pixels is None:
         pixels = np.array(_to_rgb(image))
     if not is_turned(image):  # asked after the pixels, because Pillow turns a TIFF as it loads it
@@ -93,7 +94,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Return an image in RGB: alpha is dropped, 12 and 16 bits become 8."""
     # Pillow would clip these at 255; those of a PPM file are in mode "I"
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        tags = getattr(image, "tag_v2", {})  # of a TIFF
+        tags = getattr(image, "tag_v2", {})  # only a TIFF has some
         bits = tags.get(ExifTags.Base.BitsPerSample, [16])[0]
         grey = (np.asarray(image) / ((2**bits - 1) / 255)).round().astype(np.uint8)
         is_white_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0

@@ -24,7 +24,7 @@ def fetch(
     processes of a machine call this at once, one does the work while the others wait. ``needed``
     and ``description`` tell the user what was looked for and what a download would get.
     """
-    # takes a second to import, and few runs download
+    # The import takes a second, and few runs download.
     from torchvision.datasets.utils import check_integrity, download_url
 
     root = archive.parent
@@ -34,11 +34,12 @@ def fetch(
             fault = f"{archive}: its MD5 is not {md5}"
         raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
     with folder_lock(root, wait=True):
-        if path.exists():  # another process was first
+        if path.exists():  # Another process was first.
             return
         try:
             download_url(url, root, archive.name, md5)
-        except Exception as error:  # of the network, the disk, the protocol or a wrong checksum
+        # The errors of network, disk, protocol and checksum have no type in common.
+        except Exception as error:
             raise UserError(
                 f"{url}: {first_line(error)}; rerun the command, or download the file to {archive}"
             ) from error
@@ -52,13 +53,14 @@ def extract(archive: Path, name: Path | str, folder: Path) -> None:
     or has a member outside of it (``../``).
     """
     unpacked = folder / f".{archive.name}.partial"
-    # tars are kept inside by this filter, zips by zipfile itself
+    # The filter keeps a tar's files inside the folder; zipfile does so for zips.
     options: dict[str, Any] = {} if archive.suffix == ".zip" else {"filter": "data"}
     try:
         shutil.unpack_archive(archive, unpacked, **options)
         (folder / name).parent.mkdir(exist_ok=True)
         (unpacked / name).rename(folder / name)
-    except Exception as error:  # of a damaged archive, a dozen unrelated types
+    # A damaged archive raises a dozen unrelated types.
+    except Exception as error:
         raise UserError(
             f"{archive}: {name} cannot be unpacked into {folder} ({first_line(error)}); "
             "check the free space, or remove the archive and download it again"

@@ -36,12 +36,12 @@ SPLITS = {
     "eval": "test",
     "evaluation": "test",
 }
-# of a folder: Training, train_set, val-images, seg_test, train2017
+# Matches the name of a split's folder: Training, train_set, val-images, seg_test, train2017.
 SPLIT_NAME = re.compile(
     rf"(?:seg_|images?_)?({'|'.join(SPLITS)})(?:[_ -]?(?:set|split|data|images?|imgs?|\d+))*",
     re.IGNORECASE,
 )
-# folders of a file server, of an archive made on a Mac
+# Folders that a file server makes, or an archive made on a Mac has.
 NO_CLASSES = ("@eaDir", "#recycle", "__MACOSX")
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
@@ -98,7 +98,8 @@ def find_splits(root: Path) -> dict[str, Path]:
         split = SPLIT_NAME.fullmatch(name)
         if not split:
             others.append(name)
-        elif list_folders(root / name) or _has_images(root / name):  # else tars, or nothing
+        # A folder with neither has tars, or nothing.
+        elif list_folders(root / name) or _has_images(root / name):
             by_split.setdefault(SPLITS[split[1].lower()], []).append(root / name)
     for split, folders in by_split.items():
         beside = [*folders[1:], *others]
@@ -117,7 +118,7 @@ def _check_levels(folder: Path, classes: Sequence[str]) -> None:
     for name in classes:
         inside = set() if _has_images(folder / name) else {*list_folders(folder / name)}
         for other, names in levels.items():
-            # one name in common may be chance, as of a class that is named like a subclass
+            # One common name may be chance: a class may be named like a subclass of another.
             if len(inside & names) > 1:
                 raise UserError(
                     f"{folder / name}: holds folders {list_some(sorted(inside & names))} and no "
@@ -136,10 +137,10 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
     images = []
     visited = set()
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
-        # in place: os.walk follows what is left
+        # In place: os.walk follows the folders that are left.
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
         target = os.path.realpath(folder)
-        if target in visited:  # a link to a folder above would be followed without end
+        if target in visited:  # A link to a folder above would be followed without end.
             subfolders.clear()
             continue
         visited.add(target)
@@ -220,7 +221,7 @@ def list_splits(
     ``is_training``, one class suffices, and classes may be empty.
     """
     train = folders["train"]
-    # names that differ in their Unicode form alone are one class
+    # Names that differ only in their Unicode form are one class.
     classes = [*{canonical_name(name): name for name in list_folders(train)}.values()]
     is_wrapper = len(classes) == 1 and list_folders(train / classes[0])
     if not classes or is_wrapper or (is_training and len(classes) < 2):
@@ -270,9 +271,9 @@ def split_by_class(
             name = str(class_names[label])
             hashed = sorted((_hash_name(name, file[0]), file) for file in members)
             members = [file for _, file in hashed]
-            # those below the share, which are first, but at least one
+            # The hashes are sorted: hold out those below the share, but at least one.
             number = max(share > 0, bisect_left(hashed, (share,)))
-        # at least one image is trained on
+        # At least one image of each class is trained on.
         number = min(number, len(members) - 1)
         held_out += sorted(members[:number])
         kept += sorted(members[number:])
@@ -282,8 +283,8 @@ def split_by_class(
 def _hash_name(class_name: str, path: str) -> float:
     """Return a number from 0 to 1 that depends on an image's class and its path in it alone."""
     class_name = canonical_name(class_name)
-    # "cat/1.jpg" and "train/cat/1.jpg" are the same image
+    # "cat/1.jpg" and "train/cat/1.jpg" are the same image.
     inside = canonical_name(f"/{path}").partition(f"/{class_name}/")[2] or path
-    # names of files need not be UTF-8
+    # Names of files need not be UTF-8.
     name = f"{class_name}/{inside}".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64

@@ -34,9 +34,9 @@ from common.errors import UserError
 from common.hardware import rank_cores
 from common.text import first_line
 
-# keys of DATA for small images, which are held in memory
+# Keys of DATA for small images, which are held in memory.
 UNUSED = ("crop_padding", "autoaugment")
-# and for shards and tables of labels
+# Keys of DATA for shards and tables of labels.
 SHARDS_ONLY = ("order", "block", "window", "labels", "columns")
 
 
@@ -66,7 +66,7 @@ class ImageReader:
         augment: Any = None,
     ) -> None:
         self.device = device
-        self._records = RecordReader(split)  # called for draws with spans only
+        self._records = RecordReader(split)  # used for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
@@ -99,7 +99,7 @@ class ImageReader:
                 yield first, None
                 continue
             for draw, records in self._records.read(chain([first], draws)):
-                # bytes, since a memoryview cannot be sent to another process
+                # A memoryview cannot be sent to another process.
                 copies: list[Record] = [
                     record if isinstance(record, UserError) else (bytes(record[0]), record[1])
                     for record in records
@@ -149,7 +149,7 @@ def load_image(
     try:
         return decode(data), label
     except Exception as error:  # Pillow raises a dozen unrelated types for damaged files
-        # without the buffer's address that some contain
+        # Some messages end with the buffer's address: " <_io.BytesIO object at ...>".
         reason = first_line(error).partition(" <")[0]
         raise split.fault(index, reason) from error
 

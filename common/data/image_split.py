@@ -13,7 +13,7 @@ from common.data.image_folder import Files, file_state
 from common.errors import UserError
 from common.files import fingerprint_of, read_bytes
 
-# an encoded image and its label, or why there is none
+# An encoded image and its label, or the error of a record that cannot be read.
 Record = tuple[bytes | memoryview, int] | UserError
 
 
@@ -36,7 +36,7 @@ class ImageSplit(ABC):
             its training images, else "".
     """
 
-    # whether all images are RGB JPEGs to be shown as stored, whatever their EXIF orientation says
+    # Whether all images are RGB JPEGs, shown as stored whatever their EXIF orientation says.
     is_prepared = False
 
     def __init__(
@@ -85,7 +85,7 @@ class ImageSplit(ABC):
 
         Bad images are returned as errors.
         """
-        raise NotImplementedError  # for sources without shards, which have no blocks
+        raise NotImplementedError  # Sources without shards have no blocks.
 
     def span_bytes(self, first: int, end: int) -> int:
         """Return the bytes that `read_span` reads; 0 for a source that has no shards."""
@@ -113,8 +113,8 @@ class FolderSplit(ImageSplit):
         labels = np.array([label for _, label in files], np.int64)
         super().__init__(class_names, labels, origin, held_out)
         self.root = root
-        # an array: workers would copy a list of a million strings page by page, because counting
-        # references writes to each
+        # An array: forked workers would copy a list of a million strings page by page, because
+        # counting references writes to each.
         self._paths = np.array([os.fsencode(path) for path, _ in files])
 
     def path(self, index: int) -> Path:

@@ -54,12 +54,13 @@ class Loader:
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
         self.sampler = sampler
         self.reader = reader
-        self._position = (0, 0)  # epoch, its samples yielded over all ranks
+        # (epoch, samples of it yielded so far, over all ranks): now, and where the next pass starts
+        self._position = (0, 0)
         self._next_pass = (0, 0)
         self._pass = self._batches(0, 0)  # a generator that is not started
 
     def __len__(self) -> int:
-        """Return the batches of a whole pass, at the last resolution."""
+        """Return the number of batches per pass on this rank, at the last resolution."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -79,7 +80,7 @@ class Loader:
 
         Between optimizer steps it may be from a run with another number of processes.
         """
-        # beyond the end where the data set has shrunk since
+        # The position is beyond the end if the data set has shrunk since.
         self._position = self._after(state["epoch"], state["samples"])
         self._next_pass = self._position
 
@@ -89,7 +90,7 @@ class Loader:
         self.reader.close()
 
     def _batches(self, epoch: int, start: int) -> Batches:
-        """Yield an epoch from batch ``start``, and keep the position."""
+        """Yield an epoch's batches from sample ``start`` on, and keep the position."""
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             done = start
             for images, labels in batches:
@@ -99,7 +100,7 @@ class Loader:
 
     def _after(self, epoch: int, done: int) -> tuple[int, int]:
         """Return the position after ``done`` samples of an epoch."""
-        # after the last one it is the start of the next epoch
+        # The end of an epoch is the start of the next.
         return (epoch, done) if done < self.sampler.samples_per_epoch else (epoch + 1, 0)
 
 
@@ -124,10 +125,12 @@ def prefetch(batches: Batches, device: torch.device) -> Batches:
         yield from batches
         return
     stream = _loading_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
+    # The inputs (a reader's constants, images that a GPU holds) were made on the current stream.
+    stream.wait_stream(torch.cuda.current_stream(device))
 
     def load() -> tuple[Batch, Any] | None:
-        # a thread begins on GPU 0, where restoring its stream would open a context: 0.5 GB a rank
+        # A thread starts on GPU 0. Without the first context, restoring GPU 0's stream at the end
+        # would initialise CUDA there: 0.5 GB for each rank.
         with torch.cuda.device(device), torch.cuda.stream(stream):
             batch = next(batches, None)
             return batch and (batch, stream.record_event())
@@ -143,5 +146,6 @@ def prefetch(batches: Batches, device: torch.device) -> Batches:
             training = torch.cuda.current_stream(device)
             training.wait_event(ready)
             for tensor in batch:
-                tensor.record_stream(training)  # or its memory would be reused too early
+                # The allocator would otherwise reuse its memory while the step still reads it.
+                tensor.record_stream(training)
             yield batch

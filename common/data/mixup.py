@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# images, and their labels or, of blended images, the arguments of `MixupLoss` beside the logits
+# Images, and their labels. Blended images have the arguments of `MixupLoss` beside the logits.
 Blended = tuple[Tensor, Tensor | dict[str, Tensor]]
 
 

@@ -20,16 +20,17 @@ import numpy as np
 
 from common.resolutions import Resolution, resolution_at
 
-# the streams of random numbers, each the second word of Philox's key
+# What random numbers are for. The purpose is the second word of Philox's key, so that a new one
+# (at the end of the list) does not change the numbers of the others.
 ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW, CLASSES = range(7)
-WORDS_PER_BLOCK = 4
+WORDS_PER_BLOCK = 4  # Philox computes four words of 64 bits for each value of its counter
 PADDING = -1  # an index that stands for no sample
 NO_LABEL = -100  # its label, which cross_entropy ignores
-STREAMS = 64  # of blocks, at most
+STREAMS = 64  # the greatest number of streams
 
 
 class Draw(NamedTuple):
-    """One batch of a rank."""
+    """One micro-batch of a rank: which samples, and the random numbers of each."""
 
     indices: np.ndarray  # int64 [B], PADDING where there is no sample
     uniforms: np.ndarray  # float64 [B, K], in [0, 1)
@@ -92,30 +93,40 @@ class TrainSampler:
         return self.num_samples // self.total_batch * self.total_batch
 
     def __len__(self) -> int:
-        """Return the micro-batches of ``micro_batch`` samples in an epoch."""
+        """Return the number of micro-batches per epoch on this rank, of ``micro_batch`` samples."""
         return self.samples_per_epoch // (self.micro_batch * self.dp_size)
 
-    def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
-        """Yield the epoch's micro-batches after its first ``start`` samples, over all ranks."""
-        image_size, rows = None, self.micro_batch
+    def draws(self, epoch: int, start_sample: int = 0) -> Iterator[Draw]:
+        """Yield this rank's micro-batches of an epoch from ``start_sample`` on.
+
+        ``start_sample`` counts samples over all ranks.
+        """
+        image_size = None
+        rows = self.micro_batch
         if self.resolutions:
             resolution = resolution_at(self.resolutions, epoch)
             image_size, rows = resolution.image_size, resolution.micro_batch
         order = self._order(epoch)
+        # At this rank's last sample of a span the reader may drop the span's records.
         is_last = _is_last(order.span_of)
-        for first in range(start // self.dp_size, self.samples_per_epoch // self.dp_size, rows):
-            step, row = self.position(first)
+        start = start_sample // self.dp_size
+        end = self.samples_per_epoch // self.dp_size
+        for local_sample in range(start, end, rows):
+            step, row = self.position(local_sample)
             uniforms = sample_uniforms(self.seed, epoch, step, row, rows, self.num_uniforms)
-            drawn = slice(first, first + rows)
+            drawn = slice(local_sample, local_sample + rows)
             spans = None
             if self.blocks is not None:
                 spans = np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
             yield Draw(order.samples[drawn], uniforms, spans, image_size)
 
-    def position(self, first: int) -> tuple[int, int]:
-        """Return the step of this rank's sample ``first``, and its row in the global batch."""
+    def position(self, local_sample: int) -> tuple[int, int]:
+        """Return a sample's step and its row in the global batch.
+
+        ``local_sample`` counts this rank's samples of the epoch.
+        """
         rows_per_rank = self.total_batch // self.dp_size
-        step, row = divmod(first, rows_per_rank)
+        step, row = divmod(local_sample, rows_per_rank)
         return step, self.dp_rank * rows_per_rank + row
 
     def _order(self, epoch: int) -> Stream:
@@ -124,8 +135,9 @@ class TrainSampler:
         count = 1
         if self.blocks is not None:
             count = count_streams(len(self.blocks) - 1, self.window, self.total_batch)
-        # stream i has the rows edges[i] to edges[i + 1] of every global batch
+        # Stream i has the rows edges[i] to edges[i + 1] of every global batch.
         edges = np.arange(count + 1) * self.total_batch // count
+        # Rounded up: the last of a stream's samples may be drawn fewer than ``repeats`` times.
         lengths = -(-steps * np.diff(edges) // self.repeats)
         starts = np.cumsum(lengths) - lengths
 
@@ -143,6 +155,7 @@ class TrainSampler:
             draws = np.argsort(np.arange(end - begin) % self.repeats, kind="stable")[is_mine]
             drawn = (np.arange(steps)[:, None] * (end - begin) + draws) // self.repeats
             samples.append(stream.samples[drawn])  # [steps, rows of this rank]
+            # A stream numbers its spans from 0, the result over all streams of this rank.
             span_of.append(stream.span_of[drawn] + sum(map(len, spans)))
             spans.append(stream.spans)
         return Stream(np.hstack(samples).ravel(), np.hstack(span_of).ravel(), np.concatenate(spans))
@@ -179,34 +192,41 @@ class EvalSampler:
         return len(self) * self.batch * self.dp_size
 
     def __len__(self) -> int:
-        """Return the batches of each rank."""
+        """Return the number of batches per pass on each rank."""
         return -(-self.num_samples // (self.batch * self.dp_size))
 
-    def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
-        """Yield the batches after the first ``start`` samples, the same in every epoch."""
-        share = len(self) * self.batch
-        first = min(self.dp_rank * share, self.num_samples)
-        end = min((self.dp_rank + 1) * share, self.num_samples)
+    def draws(self, epoch: int, start_sample: int = 0) -> Iterator[Draw]:
+        """Yield this rank's batches from ``start_sample`` on, the same in every epoch.
+
+        ``start_sample`` counts samples over all ranks.
+        """
+        samples_per_rank = len(self) * self.batch
+        offset = self.dp_rank * samples_per_rank
+        # The data set may end within this rank's samples, or before them.
+        first = min(offset, self.num_samples)
+        end = min(offset + samples_per_rank, self.num_samples)
         no_uniforms = np.empty((self.batch, 0))
-        for number in range(start // (self.batch * self.dp_size), len(self)):
-            indices = self.dp_rank * share + number * self.batch + np.arange(self.batch)
+        for number in range(start_sample // (self.batch * self.dp_size), len(self)):
+            indices = offset + number * self.batch + np.arange(self.batch)
             spans = None
             if self.blocks is not None:
+                # Padding is no record: it gets the last one's span.
                 record = np.minimum(indices, self.num_samples - 1)
                 block = np.searchsorted(self.blocks, record, side="right")
+                # Two ranks may meet in a block: each reads its own part.
                 starts = np.maximum(self.blocks[block - 1], first)
                 ends = np.minimum(self.blocks[block], end)
                 spans = np.c_[starts, ends, indices == ends - 1]
             yield Draw(np.where(indices < self.num_samples, indices, PADDING), no_uniforms, spans)
 
 
-def epoch_order(samples: int, seed: int, epoch: int, purpose: int = ORDER) -> np.ndarray:
-    """Return the epoch's permutation of ``range(samples)``, int64.
+def epoch_order(num_samples: int, seed: int, epoch: int, purpose: int = ORDER) -> np.ndarray:
+    """Return the epoch's permutation of ``range(num_samples)``, int64.
 
     It sorts raw words: numpy guarantees their stream across versions, but not
     ``Generator.permutation``.
     """
-    return np.argsort(_philox(seed, purpose, epoch, 0, 0).random_raw(samples), kind="stable")
+    return np.argsort(_philox(seed, purpose, epoch, 0, 0).random_raw(num_samples), kind="stable")
 
 
 def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -235,15 +255,15 @@ def sample_uniforms(
     `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any row is
     computed without those before it.
     """
-    blocks = -(-count // WORDS_PER_BLOCK)
-    philox = _philox(seed, purpose, epoch, step, row * blocks)
-    words = philox.random_raw(rows * blocks * WORDS_PER_BLOCK)
-    # a float64 holds 53 bits
+    counter_blocks = -(-count // WORDS_PER_BLOCK)  # of a sample
+    philox = _philox(seed, purpose, epoch, step, row * counter_blocks)
+    words = philox.random_raw(rows * counter_blocks * WORDS_PER_BLOCK)
+    # The upper 53 bits of a word: as many as a float64 holds.
     return (words >> np.uint64(11)).reshape(rows, -1)[:, :count] * 2.0**-53
 
 
 def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.random.Philox:
-    """Return the generator of a stream of random numbers at a position in the run."""
+    """Return the generator of the random numbers for ``purpose`` at a position in the run."""
     key = np.array([seed % 2**64, purpose], np.uint64)
     counter = np.array([block, step, epoch, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter)
@@ -252,16 +272,16 @@ def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.ra
 def _is_last(values: np.ndarray) -> np.ndarray:
     """Return for each value whether no equal one follows."""
     last = np.zeros(values.max(initial=-1) + 1, np.int64)
-    last[values] = np.arange(len(values))  # of equal values, the last is assigned
+    last[values] = np.arange(len(values))  # NumPy assigns in order: equal values keep the last
     return last[values] == np.arange(len(values))
 
 
-def count_streams(blocks: int, window: int, total_batch: int) -> int:
+def count_streams(num_blocks: int, window: int, total_batch: int) -> int:
     """Return the number of streams, a power of two of at most `STREAMS`.
 
     Each has at least a row of the batch and a window of blocks.
     """
-    most = max(1, min(STREAMS, total_batch, blocks // window))
+    most = max(1, min(STREAMS, total_batch, num_blocks // window))
     return 1 << (most.bit_length() - 1)
 
 
@@ -283,6 +303,7 @@ def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) ->
     first, last = np.searchsorted(ends, [start, start + count - 1], side="right")
     chosen = order[first : last + 1]
     spans = np.stack([bounds[chosen], bounds[chosen + 1]], 1)
+    # The neighbouring streams have the rest of the last and of the first block.
     spans[-1, 1] -= ends[last] - (start + count)
     spans[0, 0] += start - (ends[first - 1] if first else 0)
     return spans

@@ -18,10 +18,10 @@ from common.data.image_split import ImageSplit, Record
 from common.data.sampler import PADDING, Draw
 from common.errors import UserError
 
-# more threads than cores, because they wait for the disk; in large parts, because from memory they
-# are bound by the GIL
+# More threads than cores, because they wait for the disk. Each reads many records, because the GIL
+# bounds them where the records come from memory.
 READING_THREADS = 16
-RECORDS_PER_READ = 64  # of those that are read one by one
+RECORDS_PER_READ = 64  # records that a thread reads one by one, for draws without spans
 DRAWS_AHEAD = 3
 BYTES_AHEAD = 128_000_000
 MOST_DRAWS_AHEAD = 64
@@ -32,8 +32,8 @@ Reading = Future[Sequence[Record]]
 
 class _Pending(NamedTuple):
     draw: Draw
-    readings: list[tuple[Reading, int]]  # of each sample, and its number in the records
-    nbytes: int  # whose reading has begun with this draw
+    readings: list[tuple[Reading, int]]  # each sample's future, and its position in the result
+    nbytes: int  # bytes that this draw was the first to need
 
 
 class RecordReader:
@@ -76,7 +76,7 @@ class RecordReader:
                 nbytes += sum(self.split.span_bytes(index, index + 1) for index in part.tolist())
                 readings += [(future, number) for number in range(len(part))]
             return _Pending(draw, readings, nbytes)
-        # padding is last, and has spans without a sample
+        # Padding comes last and has spans too: `zip` ends at the last sample.
         spans = draw.spans.tolist()
         for index, (first, end, is_last) in zip(indices.tolist(), spans, strict=False):
             if first not in held:
@@ -125,8 +125,8 @@ class WorkerPool:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             for process in self._processes:
-                process.join(1)  # a worker's pipe closes before its status is there
-            # the pool ends the others by SIGTERM
+                process.join(1)  # A worker's pipe closes before its exit status is there.
+            # The pool has ended the others with SIGTERM.
             ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}
             raise UserError(
                 f"DATA.workers={self.workers}: a worker has died, status "
@@ -154,7 +154,7 @@ class WorkerPool:
             self._pool = None
 
 
-_function: Callable[[Any], Any]  # of a worker
+_function: Callable[[Any], Any]  # what this worker applies; set after the fork
 
 
 def _set_function(function: Callable[[Any], Any]) -> None:
@@ -162,7 +162,7 @@ def _set_function(function: Callable[[Any], Any]) -> None:
     import torch  # seconds, which processes that only `follow_parent` do not need
 
     global _function
-    gc.freeze()  # the parent's objects: to free those of CUDA here would fail
+    gc.freeze()  # The parent's objects stay: to free those of CUDA in a child fails.
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     _function = function
     follow_parent()

@@ -3,8 +3,8 @@
 With AMP_TYPE.NAIVE the optimizer's parameters stay float32. In the forward pass each layer casts
 its input and its parameters, computes in half precision, and returns half precision; the loss is
 float32. The cast's backward pass gives float32 gradients, which add up over micro-batches. So
-`Engine.train_step`, tensor parallelism and ZeRO see float32 tensors alone. In 2d, 2.5d and 3d a
-sharded linear layer takes its input's dtype, in which Colossal-AI's product then communicates.
+`Engine.train_step`, tensor parallelism and ZeRO see float32 tensors alone. A sharded linear layer
+takes its input's dtype, in which Colossal-AI's product then communicates.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class MixedPrecision:
     def apply(self, model: nn.Module) -> nn.Module:
         """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither."""
         if self.cast is Cast.PARAMETERS:
-            # in place, so that the optimizer, built before, keeps its parameters
+            # In place: the optimizer, built before, keeps its parameters.
             model.to(self.dtype)
         if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
             compute_in_half(model, self.dtype)
@@ -58,7 +58,7 @@ class MixedPrecision:
         return torch.autocast(device.type, self.dtype, enabled=self.cast is Cast.OPERATIONS)
 
 
-# by mode, or by the level of NVIDIA's apex.amp (apex/amp/frontend.py)
+# The keys are modes, and the levels of NVIDIA's apex.amp (apex/amp/frontend.py).
 CASTS = {
     AMP_TYPE.TORCH: Cast.OPERATIONS,
     AMP_TYPE.NAIVE: Cast.LAYERS,
@@ -104,7 +104,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
         why = f"this CPU ({instruction_set()}) has no bfloat16 instructions"
         return MixedPrecision(note=f"{name} in float32: {why}")
     scaler = None
-    # with O3 the gradients themselves are half precision, which GradScaler refuses to unscale
+    # With O3 the gradients are in half precision, which GradScaler refuses to unscale.
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
     note = f"{name} in {name_dtype(dtype)}: {cast.value}"
@@ -124,7 +124,7 @@ def _warn_of_slowness(dtype: torch.dtype, device_type: str) -> str | None:
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
     """Return the dtype of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
-    # without a loss scaler, which warns where there is no GPU
+    # "enabled" leaves out the loss scaler: it warns where there is no GPU.
     return build_mixed_precision({**(fp16 or {}), "enabled": False}, device_type).dtype
 
 
@@ -150,13 +150,17 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
     Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) casts the model itself: its parameters are
     then not those of the optimizer, and gradients are accumulated over micro-batches in half
     precision.
+
+    A ViT itself is such a layer, as it owns the class token and positions: it casts the images.
+    Forward hooks run around the patched `forward`: under tensor parallelism the batch is cut before
+    the cast, and logits are gathered in half precision.
     """
     for layer in model.modules():
-        # batch norms, whose running statistics half precision would round away
+        # Batch norms: half precision would round away the changes of their running statistics.
         if isinstance(layer, _NormBase):
             layer.forward = partial(_forward_in_own_type, layer, layer.forward, dtype)
             continue
-        # a sharded linear layer casts its weights to the dtype of its input
+        # A sharded linear layer casts its weights to its input's dtype itself.
         if layer._parameters and not isinstance(layer, ShardedLinear):
             layer.forward = partial(_forward_on_copies, layer, layer.forward, dtype)
 
@@ -192,7 +196,7 @@ def _forward_on_copies(
     tables: list[dict[str, Any]] = []
     for module in (layer, *children):
         tables += [module._parameters, module._buffers]
-    # layers read their parameters from these dicts, so that no layer needs to know of the casts
+    # Layers read their parameters from these dicts: no layer needs to know of the casts.
     originals = [dict(table) for table in tables]
     for table in tables:
         table.update({name: _cast(value, dtype) for name, value in table.items()})
@@ -200,5 +204,5 @@ def _forward_on_copies(
         return _cast(forward(*_cast(inputs, dtype), **named_inputs), dtype)
     finally:
         for table, original in zip(tables, originals, strict=True):
-            # the parameters that the optimizer has, also if `forward` raises
+            # Also if `forward` raises: the optimizer needs its own parameters back.
             table.update(original)

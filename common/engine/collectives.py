@@ -15,7 +15,7 @@ def gather(value: Any) -> list[Any]:
     """Return the ``value`` of each rank, in their order; every rank must call it."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
-        # over gloo, also with GPUs
+        # Over gloo, with GPUs too: NCCL would send the bytes through GPU memory.
         dist.all_gather_object(values, value, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
     return values
 
@@ -32,7 +32,7 @@ def ask_first_rank(question: Callable[[], Answer]) -> Answer:
             answer = question()
         except (UserError, OSError) as error:
             refusal = str(error)
-    # the others wait here for rank 0, whose refusal must reach them too
+    # The others wait here for rank 0: its refusal must reach them too.
     answer, refusal = gather((answer, refusal))[0]
     if refusal:
         raise AgreedError(refusal)

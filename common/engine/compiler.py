@@ -22,7 +22,7 @@ GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 def check_compile(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for a tensor-parallel model that is to be compiled."""
     asked = config.get("COMPILE")
-    # whose matrix products are Colossal-AI's autograd functions
+    # The matrix products of tensor parallelism are Colossal-AI's autograd functions.
     if asked and config["parallel"]["tensor"]["size"] > 1:
         raise UserError(
             f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor "
@@ -56,7 +56,7 @@ def _missing(device_type: str) -> str:
         compilers = [os.environ[variable]]
     if not any(map(shutil.which, compilers)):
         return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
-    # which the generated code includes
+    # The generated code includes it.
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header.exists() else f"{header}; install Python's development files"
 
@@ -72,8 +72,9 @@ def explain_compiler(error: Exception) -> str:
 
 
 def count_graphs() -> int:
-    """Return the graphs that dynamo has compiled so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo")  # takes seconds to import, if nothing is compiled
+    """Return the number of graphs that dynamo has compiled so far in this process."""
+    # Importing it takes seconds, for nothing if nothing was compiled.
+    dynamo = sys.modules.get("torch._dynamo")
     return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
@@ -99,7 +100,7 @@ def compile_model(
     # communication of the one before.
     torch._dynamo.config.optimize_ddp = False
     mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
-    # in place, which keeps the names of parameters
+    # `Module.compile` works in place and keeps the names of parameters.
     for part in [model] if how == "model" else blocks:
-        # a graph for any size, as dynamo would make for the second one, is slower
+        # For the second size dynamo would make a graph for any size, which is slower.
         part.compile(backend=backend, mode=mode, dynamic=False)

@@ -50,15 +50,15 @@ class Engine(UpstreamEngine):
         self.precision = precision
         self.noise_scale = noise_scale
         self.lr_scheduler = lr_scheduler
-        # called in training where a phase begins: "forward", "backward", "rest"
+        # Called in training when a phase begins ("forward", "backward", "rest"), to time it.
         self.on_phase: Callable[[str], object] = lambda phase: None
         self.device = get_accelerator().get_current_device()
 
     def train_step(self, batches: Iterator[Any], returns_output: bool = True) -> Iterator[Any]:
-        """Train for one optimizer step.
+        """Return a generator that trains for one optimizer step, a micro-batch for each `next`.
 
-        Yields (output, label, loss) of each micro-batch, that of the last after the update; output
-        and label are None unless ``returns_output``.
+        Calling it does nothing yet. It yields (output, label, loss) of each micro-batch, that of
+        the last after the update; output and label are None unless ``returns_output``.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
@@ -71,16 +71,16 @@ class Engine(UpstreamEngine):
                 yield result
         # Tensor-parallel ranks have parts of some gradients, ZeRO's ranks have shards.
         optimizer.sum_gradients()
-        # by the loss scale of float16; before clipping, which needs the true norm
+        # Divide by the loss scale of float16, before clipping: that needs the true norm.
         optimizer.unscale_gradients()
-        # by the norm over all shards, the same on all ranks
+        # The norm is that over all shards, the same on all ranks.
         optimizer.clip_gradients()
         if self.noise_scale:
-            # which reads the norm before clipping, and no weights
+            # The noise scale needs the norm before clipping, which `grad_norm` is.
             schedule: Any = self.schedule
             norm = optimizer.grad_norm
             self.noise_scale.add_step(norm, optimizer.scaler, schedule.batch_size)
-        # skipped on all ranks, without the host knowing, where that norm is not finite
+        # If the norm is not finite, all ranks skip the update, without the host knowing.
         optimizer.update()
         yield result
 
@@ -99,7 +99,8 @@ class Engine(UpstreamEngine):
         is_last = self.optimizer.next_is_last_micro_batch
         skips_sync = isinstance(model, DistributedDataParallel) and not is_last
         if skips_sync and model.static_graph:
-            # DDP records a static graph in its first pass, which must not skip the all-reduce
+            # DDP records a static graph in its first pass, which must not skip the all-reduce. No
+            # public attribute says whether that pass is over.
             skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, is_last)
@@ -130,16 +131,16 @@ class WholeSteps:
         self._used = False
 
     def __getattr__(self, name: str) -> Any:
-        # `sampler`, `close`, a state to save
+        # Such as `sampler`, `close`, and `state_dict` for a checkpoint.
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        # batches that fill no step are left out
+        # Batches that fill no step are left out.
         return len(self.loader) // self.accumulation * self.accumulation
 
     def __iter__(self) -> Iterator[Any]:
         batches: Iterable[Any] = iter(self.loader)
-        # not before the first pass: it begins where the loader stands
+        # Not before the first pass: the loader may have been set to a position to resume from.
         if batches is self.loader and self._used:
             self.loader.reset()
         self._used = True
@@ -180,11 +181,11 @@ def initialize(
     _check_sharded(model, optimizer, config)
     set_backends(config)
     device = get_accelerator().get_current_device()
-    # FSDP has its shards there already
+    # FSDP's shards are there already.
     if not isinstance(model, FSDPModule):
         model.to(device)
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    # before it is compiled, which traces what the layers call
+    # Before it is compiled: compiling traces what the layers call.
     precision.apply(model)
     step_optimizer = _build_step_optimizer(model, optimizer, precision, config)
     compiles = config.get("COMPILE", False)
@@ -202,7 +203,7 @@ def initialize(
         lr_scheduler=schedule,
         noise_scale=noise_scale,
     )
-    # from here on only dropout draws from them: the weights, equal on all ranks, are drawn
+    # The weights, equal on all ranks, are drawn by now. Dropout has to differ between ranks.
     gpc.separate_data_parallel_seeds()
     if train_dataloader is not None:
         train_dataloader = WholeSteps(train_dataloader, step_optimizer.accumulation)
@@ -219,7 +220,7 @@ def _build_step_optimizer(
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
     wrapped = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     wrapped.max_norm = config.get("clip_grad_norm") or 0.0
-    # views of the running statistics of batch norms, which a bad step must not change
+    # Views of the batch norms' running statistics: a skipped step must not spoil them.
     buffers = persistent_buffers(model).values()
     wrapped.statistics = [buffer.flatten() for buffer in buffers if buffer.is_floating_point()]
     return wrapped
@@ -256,10 +257,10 @@ def set_backends(config: Mapping[str, Any]) -> None:
     """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config."""
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    # in matrix products and convolutions, whose defaults differ in PyTorch
+    # For matrix products and convolutions: PyTorch's defaults differ.
     allows_tf32 = config.get("TF32", True)
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
-    # not cudnn.conv.fp32_precision, after which torch.export fails
+    # Setting cudnn.conv.fp32_precision instead makes torch.export fail.
     torch.backends.cudnn.allow_tf32 = allows_tf32
 
 
@@ -270,7 +271,7 @@ def _wrap_in_ddp(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """
     if gpc.get_world_size(ParallelMode.DATA) == 1 or isinstance(model, FSDPModule):
         return model
-    # no second copy of the gradients in DDP's buckets
+    # Without it DDP's buckets hold a second copy of the gradients.
     options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]

@@ -23,7 +23,7 @@ from common.engine.upstream import (
     upstream_launch,
 )
 
-DATA_PARALLEL_SEED_STRIDE = 2**20  # so that SEED and SEED + 1 share no stream
+DATA_PARALLEL_SEED_STRIDE = 2**20  # large: no rank's seed of SEED is one of SEED + 1
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
 NCCL_GRACE = 120.0
@@ -62,7 +62,7 @@ class RepairedContext(ParallelContext):
         have.
         """
         auto_set_accelerator()
-        # nobody to meet
+        # There is no other process to meet.
         if world_size == 1 or backend == "fake":
             store: dist.Store = dist.HashStore()
         else:
@@ -78,7 +78,7 @@ class RepairedContext(ParallelContext):
             timeout=self.timeout_of(backend),
         )
         ranks = list(range(world_size))
-        # for Python objects, which NCCL would send through GPU memory
+        # Python objects go over gloo: NCCL would send them through GPU memory.
         cpu_group = None
         if backend not in ("gloo", "fake"):
             cpu_group = dist.new_group(ranks, timeout=self.timeout_of("gloo"), backend="gloo")
@@ -101,7 +101,7 @@ class RepairedContext(ParallelContext):
         def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | int:
             return new_group(ranks, self.timeout_of(backend or dist.get_backend()), backend)
 
-        # upstream's initializers of groups call dist.new_group, each in its own file
+        # Upstream's initializers of groups call dist.new_group, each in its own file.
         with mock.patch.object(dist, "new_group", with_timeout):
             super().init_parallel_groups()
 
@@ -111,7 +111,7 @@ class RepairedContext(ParallelContext):
         Upstream's seeds per parallel mode (parallel_context.py:550) are for its own layers.
         """
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # NumPy takes no more
+        np.random.seed(seed % 2**32)  # NumPy's seeds have 32 bits
         torch.manual_seed(seed)
         self._seed = seed
 
@@ -132,7 +132,7 @@ class RepairedContext(ParallelContext):
         if self.watcher is not None:
             self.watcher.stop("closed")
         super().destroy()
-        # back to its defaults; a later launch would find the sizes of this one
+        # Back to its defaults: a later launch would find the sizes of this one.
         tensor_parallel_env.load()
         for table in (
             self._global_ranks,
@@ -142,7 +142,7 @@ class RepairedContext(ParallelContext):
             self._ranks_in_group,
         ):
             table.clear()
-        # a tool that comes after the training must not read its config
+        # A tool that runs after the training must not read its config.
         self._config = self.watcher = None
 
 
@@ -169,7 +169,7 @@ def join_groups(
     a rank reports the missing ones and ends; default: PyTorch's timeout (30 minutes for gloo),
     without a report.
     """
-    # before the groups are created, which take its timeout
+    # Set first: the groups take the watcher's timeout.
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
     gpc.shared = shared or {}
     upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)

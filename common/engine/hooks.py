@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-# without log lines, since `upstream` has imported these modules
+# Importing them logs nothing: `upstream` has imported these modules before.
 from colossalai.legacy.trainer.hooks import *  # noqa: F403
 from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
 from torch import nn
@@ -25,7 +25,7 @@ def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
 
     Upstream's (legacy/utils/checkpointing.py:165) writes rank 0's shards.
     """
-    # DDP's names would begin with "module."
+    # DDP's names would begin with "module.".
     model = getattr(model, "module", model)
     full = dict(full_model_state(model))
     if gpc.get_global_rank() == 0:
@@ -37,7 +37,7 @@ def repair_hooks() -> None:
     _log_hook.report_memory_usage = report_memory_usage
     _checkpoint_hook.save_checkpoint = save_checkpoint
     LossHook.needs_test_loss = True  # noqa: F405
-    # their totals change when they are read (legacy/trainer/hooks/_metric_hook.py:110,374)
+    # Their totals change when they are read (legacy/trainer/hooks/_metric_hook.py:110,374).
     for metric in (_metric_hook.LossMetric, _metric_hook.ThroughputMetric):
         read = metric.get_accumulated_value
         metric.get_accumulated_value = lambda self, read=read: read(deepcopy(self))

@@ -57,17 +57,17 @@ class Watcher:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
-        self.state = "running"  # then "failed", by a collective, or "closed"
+        self.state = "running"  # later "failed" (a collective has) or "closed"
         self.verdict = ""
         self.woken = threading.Event()
 
     def start(self, store: dist.Store) -> None:
         """Start the thread."""
-        # a connection of its own, since a wait on ``store`` blocks all who share it
+        # A connection of its own: a wait on ``store`` blocks all threads that use it.
         self.store = store.clone()
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self.thread.start()
-        atexit.register(self.stop, "closed")  # a thread in C++ must not outlive the interpreter
+        atexit.register(self.stop, "closed")  # A thread in C++ must not outlive the interpreter.
 
     def stop(self, state: str) -> None:
         self.state = state
@@ -78,14 +78,14 @@ class Watcher:
         """Return the line about lost ranks after a failed collective; "" if ``error`` says more."""
         self.stop("failed")
         if self.thread.is_alive():
-            # it waits for the store, which rank 0 serves
+            # The thread still waits for the store, which rank 0 serves.
             return self._describe("0")
         return self.verdict or (self._describe("") if "Timed out" in str(error) else "")
 
     def _run(self) -> None:
         """Wait until a rank is lost or the run is closed; report, and end the process."""
         seen = -1
-        idle = 0.0  # counted, not timed: the time in which the process is suspended is no fault
+        idle = 0.0  # counted, not timed: a suspended process is not at fault
         while self.state == "running" and idle < self.timeout and not self._is_asked():
             self.woken.wait(POLL)
             now = progress()
@@ -95,16 +95,18 @@ class Watcher:
             return
         missing = self._find_missing()
         self.verdict = self._describe(missing) if missing else ""
-        if self.state == "running":  # else the main thread raises
+        # In any other state the main thread raises.
+        if self.state == "running":
             if not missing:
                 faulthandler.dump_traceback()
-            with suppress(OSError):  # stderr is closed
+            with suppress(OSError):  # stderr may be closed
                 os.write(2, f"error: {self._describe(missing)}\n".encode())
-            # not sys.exit: the main thread may wait in C++ for ever
+            # sys.exit would not end the main thread, which may wait in C++ forever.
             os._exit(2)
 
     def _is_asked(self) -> bool:
-        with suppress(RuntimeError):  # rank 0 has ended; collectives fail if it was needed
+        # Fails if rank 0 has ended. Collectives fail too, if it was needed.
+        with suppress(RuntimeError):
             return self.store.check(["asked"])
         return False
 
@@ -118,7 +120,7 @@ class Watcher:
         except RuntimeError:
             return "0"
         if self.rank == 0:
-            # it may serve the store, in which the others still look
+            # Rank 0 may serve the store, and the others have to find the answers there.
             time.sleep(2 * POLL)
         return missing
 
@@ -162,7 +164,7 @@ def naming_lost_ranks() -> Iterator[None]:
 def _exit() -> None:
     """End the process at once, with the status that it would have."""
     sys.stdout.flush()
-    # Python sets last_value where it prints a traceback
+    # Python sets `last_value` when it prints a traceback.
     os._exit(1 if hasattr(sys, "last_value") else 2)
 
 
@@ -186,10 +188,11 @@ def open_store(
     if not host or not 0 < (port or 0) < 2**16:
         raise UserError(f"{address}: set them to the first node, and a free port on it")
     _check_interfaces()
-    host = host.strip("[]")  # of an IPv6 address in a URL
+    host = host.strip("[]")  # an IPv6 address may be written as in a URL
     try:
         own_address = _source_address(host)
-    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+    # UnicodeError: a name that no host can have.
+    except (OSError, UnicodeError) as error:
         raise RankError(f"{address}: {error}; give a name or address of rank 0's host") from error
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not has_agent
@@ -199,7 +202,7 @@ def open_store(
     try:
         store: dist.Store = _connect(host, port, serves, timeout)
         if has_agent:
-            # which may serve several attempts of the same run
+            # The agent may serve several attempts of the same run.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"attempt {attempt}", store)
         elif store.add(f"joined/{rank}", 1) > 1:
@@ -216,7 +219,7 @@ def open_store(
         raise RankError(f"{address}: {why}") from error
     except UserError:
         if rank == 0:
-            # it may serve the store, in which the others still look
+            # Rank 0 may serve the store, and the others have to find their answers there.
             time.sleep(2 * POLL)
         raise
     finally:
@@ -244,7 +247,7 @@ def _connect(host: str, port: int, serves: bool, timeout: float) -> dist.TCPStor
     if serves:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         bound = host if host.startswith(LOOPBACKS) else ""
-        # the others may know an IPv4 address of this host
+        # The others may know an IPv4 address of this host.
         takes_both = family == socket.AF_INET6
         server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
         options["master_listen_fd"] = server.detach()
@@ -270,7 +273,7 @@ def _meet(
     """Wait for all ranks, check that backends and ``shared`` are equal, choose gloo's interface."""
     keys = [f"here/{other}" for other in range(world_size)]
     text = json.dumps(shared)
-    # the whole text only for a message: a rank reads all digests, but at most two texts
+    # Each rank reads all digests, but only a message needs two of the texts.
     store.set(f"shared/{rank}", text)
     store.set(keys[rank], f"{backend} {own_address} {fingerprint_of([text])}")
     absent = _await_keys(store, keys, seconds, rank)
@@ -280,7 +283,8 @@ def _meet(
         )
     answers = [words.decode().split(" ") for words in store.multi_get(keys)]
     backends, addresses, digests = zip(*answers, strict=True)
-    if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
+    # Groups of different backends would wait for each other until the timeout.
+    if len(set(backends)) > 1:
         on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
         raise UserError(
             f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with "
@@ -315,7 +319,8 @@ def _choose_interface(own_address: str, addresses: Iterable[str]) -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     if own_address.startswith(LOOPBACKS):
-        # this machine's /etc/hosts maps the name to it, unless all processes are on it
+        # /etc/hosts may map the host's name to a loopback address, which others cannot reach. Where
+        # all processes are on this machine, the address is right.
         elsewhere = [other for other in addresses if not other.startswith(LOOPBACKS)]
         if elsewhere:
             own_address = _source_address(elsewhere[0])

@@ -29,7 +29,7 @@ from common.engine.tensor_parallel.layout import Shard
 from common.engine.tensor_parallel.sharding import named_shards, sum_over
 from common.engine.upstream import ParallelMode, all_reduce, gpc
 
-DECAY = 0.99  # of the averages in a step: they reach over about 100 steps
+DECAY = 0.99  # a step's factor on the averages: they reach over about 100 steps
 UNMEASURED = (
     "the noise scale needs several micro-batches in a step, this one has one: add "
     "--set gradient_accumulation=2"
@@ -75,19 +75,19 @@ class NoiseScale:
         shards = named_shards(model)
         device = next(iter(shards.values())).device
         self.averages = torch.zeros(2, dtype=torch.float64, device=device)
-        # of this step: micro-batches on this rank, and the sum of their squared norms
+        # In the current step: micro-batches on this rank, and the sum of their squared norms.
         self.accumulated = 0
         self.squares = torch.zeros_like(self.averages[0])
-        # of this micro-batch, by the number of ranks that have the same
+        # In the current micro-batch: norms of gradients, by the number of ranks with the same.
         self.norms: dict[int, list[Tensor]] = defaultdict(list)
-        # gradients in part, by that number and the group that sums them; then by parameter
+        # Partial gradients by that number and the group that sums them, then by parameter.
         self.parts: dict[tuple[int, ParallelMode], dict[int, Tensor]] = defaultdict(dict)
         if not isinstance(model, FSDPModule):
             self._watch(dict(model.named_parameters()), shards)
             return
         for prefix, layer in model.named_modules():
             if isinstance(layer, FSDPModule):
-                # the full parameters, whose gradients are not reduced yet
+                # A hook on the full parameters sees the gradients before they are reduced.
                 layer.unshard()
                 full = {
                     f"{prefix}.{name}".lstrip("."): parameter
@@ -122,7 +122,7 @@ class NoiseScale:
     def add_micro_batch(self) -> None:
         """Add the squared norm of the micro-batch whose backward pass has ended."""
         for (copies, group), grads in self.parts.items():
-            # in the same order on all ranks
+            # Hooks may run in another order on another rank, but the sum needs the same on all.
             ordered = [grad for _, grad in sorted(grads.items())]
             dtype = torch.promote_types(ordered[0].dtype, torch.float32)
             self.norms[copies] += torch._foreach_norm(sum_over(group, ordered), 2, dtype)

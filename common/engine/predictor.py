@@ -19,12 +19,13 @@ class Predictor:
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Move ``model`` to this process's device and the precision of ``config``, in place."""
-        # no launch has done it
+        # A training does both before its first step.
         limit_threads()
         set_backends(config)
         self.device = get_accelerator().get_current_device()
         self._precision = build_mixed_precision(config["fp16"], self.device.type)
-        if config["fp16"] and is_first_process():  # on stderr: stdout is the result
+        # On stderr: stdout is the result.
+        if config["fp16"] and is_first_process():
             print(self._precision.warning or self._precision.note, file=sys.stderr, flush=True)
         self._model = self._precision.apply(model.to(self.device).eval())
 

@@ -23,7 +23,7 @@ class SkipCounter:
     """Count skipped updates on ``device``: total skipped, current streak, longest streak."""
 
     def __init__(self, device: torch.device):
-        # a GPU's counters are read rarely: each read waits for all that it has to do
+        # A GPU's counters are read rarely: each read waits until its queue is empty.
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
         zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -32,7 +32,7 @@ class SkipCounter:
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
         self.updates += 1
-        # all on the device, for which the host does not wait
+        # All on the device: the host does not wait for it.
         skipped = skipped.long()
         self.total = self.total + skipped
         self.streak = (self.streak + 1) * skipped
@@ -52,7 +52,7 @@ class SkipCounter:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]
         self.total = torch.full_like(self.total, state["skipped"])
-        # a longer streak of before has not ended the run, so that it need not be saved
+        # An earlier, longer streak has not ended the run: it need not be saved.
         self.streak = self.longest = torch.full_like(self.streak, state["skipped_in_a_row"])
 
 
@@ -67,7 +67,7 @@ class OncePerStep:
         return getattr(self.schedule, name)
 
     def step(self, *args: Any) -> None:
-        # which the update has set back, also when a loop calls this for every micro-batch
+        # `update` sets `accumulated` back to 0. After the other micro-batches it is above 0.
         if self.optimizer.accumulated == 0:
             self.schedule.step(*args)
 
@@ -103,11 +103,11 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulation = accumulation
         self.scaler = scaler
         self.max_skipped = max_skipped
-        self.max_norm = 0.0  # to which gradients are clipped, if above 0
-        self.accumulated = 0  # micro-batches of the current step
+        self.max_norm = 0.0  # the greatest gradient norm; 0 for no clipping
+        self.accumulated = 0  # micro-batches of the current step so far
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
-        self.statistics: list[Tensor] = []  # of batch norms, flat
+        self.statistics: list[Tensor] = []  # the batch norms' running statistics, flat
 
     @property
     def next_is_last_micro_batch(self) -> bool:
@@ -122,25 +122,24 @@ class StepOptimizer(OptimizerWrapper):
     def zero_grad(self) -> None:
         if self.accumulated == 0:
             self.optim.zero_grad()
-            # the forward passes of the step may spoil them
+            # An overflow in a forward pass of the step may spoil them.
             if self.statistics:
                 self.before = torch.cat(self.statistics)
 
     def backward(self, loss: Tensor) -> None:
         loss = loss / self.accumulation + self._poison(loss)
-        # scaled, so that small gradients are not 0 in float16
+        # Small gradients would be 0 in float16 without a scale.
         super().backward(self.scaler.scale(loss) if self.scaler else loss)
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
-        """Return 0, with gradient 0; if ``loss`` is not finite, NaN, with the gradient NaN for one
-        weight.
+        """Return 0 with gradient 0; for a non-finite ``loss``, NaN with NaN in a weight's gradient.
 
         A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its
         gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
-        # the smallest parameter with an element: with ``zero`` a rank's shard may be empty
+        # The smallest parameter is the cheapest. With ``zero`` a rank's shard may have no element.
         smallest = min(self.parameters, key=lambda parameter: parameter.numel() or math.inf)
         return factor * smallest.flatten()[:1].sum()
 
@@ -168,7 +167,7 @@ class StepOptimizer(OptimizerWrapper):
         if self.statistics:
             self._restore_statistics()
         if self.scaler:
-            # unscaling finds only this rank's overflows; the scale must be equal on all ranks
+            # Unscaling finds only this rank's overflows, but the scale must be equal on all ranks.
             for found in self.scaler._found_inf_per_device(self.optim).values():
                 found.copy_(found_inf)
             self.scaler.update()
@@ -187,7 +186,7 @@ class StepOptimizer(OptimizerWrapper):
     def _step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
         if getattr(self.optim, "_step_supports_amp_scaling", False):
-            # not by GradScaler.step, which knows only this rank's overflows
+            # GradScaler.step would use this rank's overflows only.
             self.optim.found_inf = found_inf
             self.optim.step()
             del self.optim.found_inf
@@ -228,6 +227,6 @@ class StepOptimizer(OptimizerWrapper):
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
-            # the options, such as the growth interval, are this run's
+            # The options, such as the growth interval, are this run's.
             saved = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
             self.scaler.load_state_dict(self.scaler.state_dict() | saved)

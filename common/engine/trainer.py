@@ -46,8 +46,18 @@ class Trainer(UpstreamTrainer):
         update_done: whether the last micro-batch ended an optimizer step.
         learning_rate: of the last optimizer step; with layer decay, of the head.
         data_wait: seconds spent waiting for the training loader so far.
-        states: values shared between hooks.
+        states: values shared between hooks, below.
         stopping: set by a hook after an optimizer step or in an evaluation to end the training.
+
+    Keys of ``states``:
+        checkpoint: path of the newest checkpoint. `CheckpointHook` sets it, errors name it.
+        eval: metrics of the last evaluation. `MetricsHook` sets it, `CheckpointHook` reads it.
+        figures: further metrics, by a user's hook in an evaluation. `MetricsHook` takes them.
+        metrics, step_metrics: of Colossal-AI's hooks. The progress bar shows the latter.
+
+    Hooks are called by ``priority``, the lowest first: -1 for a new image size and for hooks that
+    set ``figures``, 0 for metrics, 5 for the moving average of the weights, 10 for checkpoints,
+    which hold what the others have done.
     """
 
     engine: Engine
@@ -58,9 +68,9 @@ class Trainer(UpstreamTrainer):
         self.step = self.epoch_step = self.evaluated_step = 0
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
-        # until `fit`: an `evaluate` before it shows no bar
+        # No bar for an `evaluate` before `fit`.
         self._is_silent = True
-        self._schedules: dict[LRScheduler, bool] = {}  # and whether each is stepped by epoch
+        self._schedules: dict[LRScheduler, bool] = {}  # values: whether it is stepped by epoch
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the training between two optimizer steps."""
@@ -77,16 +87,17 @@ class Trainer(UpstreamTrainer):
         self._cur_epoch = state["epoch"]
         self.epoch_step = state["epoch_step"]
         self.evaluated_step = state["evaluated_step"]
-        # where all steps so far had as many micro-batches (IMAGE_SIZES may change that)
+        # Exact if all steps so far had this many micro-batches (IMAGE_SIZES may change it).
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        # after a data set has grown, an epoch has more steps than those that were counted before
+        # Epochs before a data set grew had fewer steps. As many epochs more make up for it: the
+        # training ends after as many steps as the schedule has.
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
         for schedule, by_epoch in self._schedules.items():
             done = self._cur_epoch if by_epoch else self.step
-            # torch warns of a schedule that is stepped before its optimizer
+            # torch would warn of a schedule that is stepped before its optimizer.
             schedule.optimizer._opt_called = True
             if isinstance(schedule, LambdaLR):
-                # its rates depend on the step alone, so that one call suffices
+                # Its rates depend on the step alone: one call suffices.
                 schedule.last_epoch = done - 1
             for _ in range(done - schedule.last_epoch):
                 schedule.step()
@@ -124,7 +135,7 @@ class Trainer(UpstreamTrainer):
         self.train_dataloader = train_dataloader
         self.test_dataloader = test_dataloader
         self._reset_states()
-        # those of equal priority stay in the order in which they were given
+        # `sorted` is stable: hooks of equal priority keep the order in which they were given.
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
@@ -136,9 +147,9 @@ class Trainer(UpstreamTrainer):
             set_activity("ending")
             self._call_hooks("after_train")
         finally:
-            self.stopping = False  # for an evaluation or a fit that follows
+            self.stopping = False  # an evaluation or a fit may follow
             for loader in (train_dataloader, test_dataloader):
-                # a `DataLoader` has none
+                # torch's `DataLoader` has no `close`.
                 if hasattr(loader, "close"):
                     loader.close()
 
@@ -157,12 +168,12 @@ class Trainer(UpstreamTrainer):
     def _run(self, test_interval: int) -> None:
         """Train and evaluate until the end, or until a hook sets ``stopping``."""
         if self.epoch_step >= self._steps_per_epoch:
-            # the data set of a resumed run has shrunk: the loader starts the next epoch
+            # The data set of a resumed run has shrunk: the loader starts the next epoch.
             self._cur_epoch += 1
             self.epoch_step = 0
         try:
             while not self.stopping:
-                # first: a resumed run may have been stopped between a step and its evaluation
+                # First, as a resumed run may have been stopped between a step and its evaluation.
                 if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
                     self._eval(self.test_dataloader)
                 elif self._has_ended():
@@ -188,11 +199,11 @@ class Trainer(UpstreamTrainer):
             initial=self.epoch_step,
             disable=self._is_silent,
         )
-        # `_count_step` advances the epoch
+        # `_count_step` advances the epoch.
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             self._train_step(batches)
             bar.update()
-            # which upstream's LogMetricByStepHook writes
+            # Upstream's LogMetricByStepHook sets it.
             bar.set_postfix(self.states.get("step_metrics"))
         bar.close()
         self._call_timer("stop", "Train-epoch", keep_in_history=True)
@@ -201,7 +212,7 @@ class Trainer(UpstreamTrainer):
     def _train_step(self, batches: Iterator[Any]) -> None:
         """Train for an optimizer step; call the hooks before and after each micro-batch."""
         accumulation = self.engine.optimizer.accumulation
-        # a generator: `next` trains on a micro-batch, and in the last one updates
+        # A generator: `next` trains on a micro-batch, and updates after the last.
         results = self.engine.train_step(batches, self._returns_output)
         for number in range(1, accumulation + 1):
             set_activity(f"step {self.step + 1}: waiting for data")
@@ -214,7 +225,7 @@ class Trainer(UpstreamTrainer):
             if self.update_done:
                 self._count_step()
             self._call_hooks("after_train_iter", result)
-            # as in upstream, hooks see the number of those before
+            # After the hooks: as in upstream, they see the number of micro-batches before.
             self._cur_step += 1
 
     def _count_step(self) -> None:
@@ -224,7 +235,7 @@ class Trainer(UpstreamTrainer):
         if self.epoch_step == self._steps_per_epoch:
             self._cur_epoch += 1
             self.epoch_step = 0
-        # before the schedule sets the next step's
+        # Read before the schedule sets the next step's rate.
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None and not self._stepped_by_hook:
             self.engine.lr_scheduler.step()
@@ -250,7 +261,8 @@ class Trainer(UpstreamTrainer):
         batches = iter(test_dataloader)
         unpadded = _count_unpadded(test_dataloader)
         self._call_hooks("before_test")
-        broadcast_buffers(self.engine.model)  # each rank's batch norms have seen different images
+        # Each rank's batch norms have seen different images: all evaluate with rank 0's statistics.
+        broadcast_buffers(self.engine.model)
         self._call_hooks("before_test_epoch")
         self._call_timer("start", "Test-epoch")
         bar = tqdm(
@@ -264,7 +276,7 @@ class Trainer(UpstreamTrainer):
             batch = next(batches)
             set_activity(f"{activity}: forward")
             unpadded = self._test_step(batch, returns_loss, unpadded)
-            if self.stopping:  # the evaluation is repeated when the run is resumed
+            if self.stopping:  # A resumed run repeats the evaluation.
                 return
         self.evaluated_step = self.step
         self._call_timer("stop", "Test-epoch", keep_in_history=True)
@@ -281,7 +293,7 @@ class Trainer(UpstreamTrainer):
         )
         self._call_timer("stop", "Test-step", keep_in_history=True)
         size = schedule.batch_size
-        # upstream's hooks read the number of samples from the schedule
+        # Upstream's hooks read the number of samples from the schedule.
         schedule.batch_size = max(0, min(size, unpadded))
         if schedule.batch_size < size:
             output, label, loss = result
@@ -295,7 +307,7 @@ class Trainer(UpstreamTrainer):
         return any(wishes or [True]) and self.engine.criterion is not None
 
     def _is_evaluation_due(self, interval: int) -> bool:
-        # `_count_step` has set it back
+        # `_count_step` has set `epoch_step` back to 0 where an epoch ended.
         ends_epoch = self.epoch_step == 0 and self._cur_epoch % interval == 0
         return self.step > self.evaluated_step and (ends_epoch or self._has_ended())
 
@@ -310,7 +322,7 @@ def _count_unpadded(loader: Any) -> int:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DataParallelSampler):
         return sys.maxsize
-    # ranks take turns; what is beyond the data set's length repeats its first samples
+    # Ranks take turns. Positions beyond the data set's length repeat its first samples.
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
 
 

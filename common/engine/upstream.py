@@ -20,7 +20,7 @@ import torch
 from common.errors import UserError
 
 VERSION = "0.5.0"
-# which Colossal-AI imports, and nothing here uses
+# Modules that Colossal-AI imports, and nothing here uses.
 STUBBED = (
     *("peft", "peft.utils", "peft.utils.other", "peft.utils.save_and_load"),
     *("galore_torch", "bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"),
@@ -63,16 +63,16 @@ def quiet_import() -> Iterator[None]:
         mock.patch.object(torch, "compile", return_value=lambda function: function),
         mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError),
         warnings.catch_warnings(),
-        # some of its modules print
+        # Some of its modules print.
         redirect_stdout(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
-        # also of loggers that are created during the import
+        # `logging.disable` also holds for loggers that are created during the import.
         logging.disable(logging.WARNING)
         sys.modules.update(stubs)
         yield
     for name in stubs:
-        # for programs that use the real ones
+        # A program that uses Colossal-AI's optional modules can then import the real ones.
         del sys.modules[name]
     logging.disable(disabled)
 
@@ -87,7 +87,7 @@ class _Stub(types.ModuleType):
 
 
 check_version()
-# all that the project uses of Colossal-AI, but for the names of `hooks`
+# All that the project uses of Colossal-AI, but for the names of `hooks`.
 with quiet_import():
     import colossalai.amp
     from colossalai.accelerator import auto_set_accelerator, get_accelerator
@@ -155,7 +155,7 @@ def repair_accuracy() -> None:
 
     legacy/nn/metric/__init__.py:22 splits the targets, but not the logits.
     """
-    # the modes that have an accuracy of their own
+    # The table of the modes that have an accuracy of their own.
     upstream_metric._parallel_accuracy.clear()
 
 
@@ -164,7 +164,7 @@ def repair_loss() -> None:
 
     legacy/nn/loss/__init__.py:36 splits the targets, but not the logits.
     """
-    # by which a loss of the mode would be chosen
+    # Upstream would choose a loss by the mode.
     upstream_loss.get_tensor_parallel_mode = lambda: None
 
 
@@ -185,7 +185,7 @@ def refuse_layers() -> None:
     for mode in (parallel_1d, parallel_2d, parallel_2p5d, parallel_3d):
         for layer in vars(mode).values():
             if isinstance(layer, type):
-                # when one is built, since upstream imports them itself
+                # Refused when one is built: upstream itself imports them.
                 layer.__init__ = refuse
 
 
@@ -200,7 +200,7 @@ def repair_warmup() -> None:
     def begin_at_full_rate(schedule: Any) -> Any:
         if schedule.last_epoch < schedule.warmup_epochs or schedule.finished:
             return get_lr(schedule)
-        # as upstream does here, but for `after_scheduler.get_lr()`
+        # As upstream does here, but for `after_scheduler.get_lr()`.
         schedule.after_scheduler.base_lrs = schedule.base_lrs
         schedule.finished = True
         return list(schedule.base_lrs)

@@ -38,7 +38,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
     opt_level = (config.get("fp16") or {}).get("opt_level")
     compiled = config.get("COMPILE")
     torch_ddp = config.get("torch_ddp")
-    # (whether it contradicts, the key and its value, a value that does not)
+    # Each has: whether it contradicts ``zero``, the key and its value, a value that does not.
     rules = (
         (mode not in (None, "1d"), f"parallel.tensor.mode={mode!r}", "'1d' or None"),
         (opt_level == "O3", "fp16.opt_level='O3'", "'O2'"),
@@ -72,7 +72,7 @@ def _shard_data_parallel(model: nn.Module) -> None:
     """
     size = gpc.get_world_size(DATA)
     rank = gpc.get_local_rank(DATA)
-    # how tensor parallelism has sharded each parameter, of which this cuts a part
+    # Tensor parallelism has sharded the parameters before. This cuts a part of those shards.
     shards = {
         name: getattr(parameter, "shard", None) or Shard(shape=tuple(parameter.shape))
         for name, parameter in model.named_parameters()
@@ -81,7 +81,7 @@ def _shard_data_parallel(model: nn.Module) -> None:
     model.shards = {}
     for name, source in model.named_parameters():
         dim = _placement_dim(source.shape, size)
-        # as torch.chunk: the last shards may be smaller, or empty
+        # FSDP cuts as torch.chunk does: the last shards may be smaller, or empty.
         start = min(-(-source.shape[dim] // size) * rank, source.shape[dim])
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source = source
@@ -92,7 +92,7 @@ def _shard_data_parallel(model: nn.Module) -> None:
 def _apply_fsdp(model: nn.Module, size: int) -> None:
     """Let FSDP2 shard each block, and then what is outside of blocks."""
     device = get_accelerator().get_current_device()
-    # the planner's tensors are fake, but a mesh reads its ranks from a tensor
+    # The planner's tensors are fake, but a mesh reads its ranks from a tensor.
     with unset_fake_temporarily():
         mesh = DeviceMesh.from_group(gpc.get_group(DATA), device.type)
     options: dict[str, Any] = dict(
@@ -105,20 +105,22 @@ def _apply_fsdp(model: nn.Module, size: int) -> None:
     for block in _blocks(model):
         branches = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
         if branches and all(map(_is_linear, branches)):
-            # norms and LayerScale stay in float32, with what is outside of blocks
+            # Only these are gathered in half precision: norms and LayerScale stay in float32, with
+            # what is outside of blocks.
             fully_shard(branches, mp_policy=policy, **options)
         else:
             fully_shard(block, **options)
     fully_shard(model, **options)
     for layer in model.modules():
         if isinstance(layer, FSDPModule):
-            layer.set_force_sum_reduction_for_comms(True)  # not every gloo has an average
+            # Not every version of gloo can average.
+            layer.set_force_sum_reduction_for_comms(True)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a model, those of its stages where it has stages."""
     for part in getattr(model, "blocks", ()):
-        # some of timm's models never call a stage itself, so that FSDP could not gather for it
+        # Some of timm's models never call a stage itself: FSDP's hooks would not gather for it.
         if type(part) in (nn.ModuleList, nn.Sequential):
             yield from part
         else:
@@ -127,13 +129,14 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_linear(branch: nn.Module) -> bool:
     """Return whether all layers with parameters in ``branch`` are linear, of whatever kind."""
+    # By the name of the class: our sharded layers are no subclasses of `nn.Linear`.
     with_parameters = [layer for layer in branch.modules() if layer._parameters]
     return all("Linear" in type(layer).__name__ for layer in with_parameters)
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:
     """Return the dimension to shard: the first, which FSDP pads, or D of tokens [1, N, D]."""
-    # whose first has one row, for the first rank alone
+    # Dimension 0 of tokens has length 1: only rank 0 would get a shard.
     return 2 if len(shape) == 3 and shape[2] % size == 0 else 0
 
 

@@ -16,7 +16,7 @@ from common.hardware import cpu_limits, limit_threads, set_processes
 from common.launchers import LAUNCHERS
 
 LOOPBACK = "127.0.0.1"
-MPI = ("openmpi", "mpich", "pals")  # whose mpirun, or its daemon, is a rank's parent process
+MPI = ("openmpi", "mpich", "pals")  # their mpirun, or its daemon, is a rank's parent process
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 
 
@@ -66,7 +66,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     set. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts
     the launcher.
     """
-    # an empty variable is what a shell writes for one that is not set
+    # A shell passes a variable that is not set on as an empty one.
     environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
     values: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
@@ -107,7 +107,7 @@ def init_distributed(
         launch.host,
         launch.port,
         launch.backend,
-        # a process that sees its own GPU only has it as number 0
+        # A process that sees only its own GPU has it as number 0.
         local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
         seed=config.get("SEED", 1024),
         verbose=False,
@@ -120,18 +120,20 @@ def init_distributed(
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     """Return the innermost launcher: a key of LAUNCHERS, "args" or "single"."""
-    # the user overrules what an environment may have left over
+    # The user overrules variables that may be left over.
     if args.world_size == 1:
         return "single"
     launchers = dict(LAUNCHERS)
     step = environ.get("SLURM_STEP_ID", "")
-    if not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the shell of sbatch or salloc
+    # In the shell of sbatch or salloc, Slurm's variables describe no rank.
+    if not step.isdigit() or int(step) >= 0xFFFFFFF0:
         del launchers["slurm"]
     for name, variables in launchers.items():
-        # rank, local rank and number of processes
+        # The first three are rank, local rank and number of processes.
         if all(variable in environ for variable in variables[:3]):
             return name
-    for name, variables in launchers.items():  # `_from_environment` says what is missing
+    # An incomplete set of variables: `_from_environment` says what is missing.
+    for name, variables in launchers.items():
         if variables.rank in environ and environ.get(variables.world_size, "1") != "1":
             return name
     return "single" if all(getattr(args, flag) in (None, "") for flag in FLAGS) else "args"
@@ -142,10 +144,10 @@ def _from_environment(
 ) -> dict[str, Any]:
     """Return the values of FLAGS from the variables of ``launcher``, which flags must match."""
     names = {flag: getattr(LAUNCHERS[launcher], flag) for flag in FLAGS}
-    # of the launchers only torchrun sets a host and a port
+    # Only torchrun sets a host and a port: others have no name for these.
     names = {flag: name for flag, name in names.items() if name}
     given = {flag: getattr(args, flag) for flag in names}
-    # a flag stands in for a variable that is not set
+    # A flag stands in for a variable that is not set.
     from_flags = {names[flag]: str(value) for flag, value in given.items() if value is not None}
     environ = from_flags | dict(environ)
     missing = [name for name in names.values() if not environ.get(name)]

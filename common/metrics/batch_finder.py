@@ -27,11 +27,12 @@ class BatchFinder(Measurement):
 
     def __init__(self, folder: Path, total_steps: int, is_main: bool, plan: Plan):
         super().__init__(folder, total_steps, is_main)
-        self.plan = plan  # of the training
+        self.plan = plan  # of the training that the config describes, not of this measurement
         self.rows: list[dict[str, float]] = []
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        trainer.evaluated_step = trainer.step  # so that no evaluation is due where an epoch ends
+        # No evaluation is then due at the end of an epoch.
+        trainer.evaluated_step = trainer.step
         if trainer.update_done:
             noise_scale: Any = trainer.engine.noise_scale
             value = noise_scale.value().item()

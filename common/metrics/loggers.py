@@ -34,7 +34,7 @@ def open_loggers(
         builders["tensorboard"] = TensorBoard
     for name in trackers:
         builders[name] = LOGGERS[name]
-    builders[PROGRESS_BAR] = ProgressBar  # last, as it starts its clock
+    builders[PROGRESS_BAR] = ProgressBar  # built last: it starts its clock
     return {
         name: Guarded(name, partial(build, folder, start, total_steps))
         for name, build in builders.items()
@@ -77,7 +77,8 @@ class Guarded:
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
             return action(*args)
-        except Exception as error:  # of any kind: a tracker must not end the run
+        # Whatever its type: a tracker must not end the run.
+        except Exception as error:
             self.logger = None  # so that a tracker that is down does not delay every record
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
@@ -239,4 +240,5 @@ class _Lines:
     def write(self, text: str) -> None:
         line = text.strip()
         if line:
-            sys.stderr.write(f"{line}\n")  # one write, unlike print, since ranks share stderr
+            # One write, which `print` does not promise: ranks share stderr.
+            sys.stderr.write(f"{line}\n")

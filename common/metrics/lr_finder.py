@@ -57,7 +57,7 @@ class LearningRateFinder(Measurement):
         self.loss += loss.detach() / trainer.engine.optimizer.accumulation
         if not trainer.update_done:
             return
-        # equal on all ranks, so that they stop together
+        # Summed over the ranks: with an equal loss all stop together.
         total = all_reduce(self.loss, ParallelMode.GLOBAL).item()
         loss_of_step = total / gpc.get_world_size(ParallelMode.GLOBAL)
         self.loss = torch.zeros_like(self.loss)
@@ -68,8 +68,9 @@ class LearningRateFinder(Measurement):
             {"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed}
         )
         least = min(row["smoothed"] for row in self.rows)
-        trainer.stopping |= not smoothed < DIVERGED * least  # also if it is NaN
-        trainer.evaluated_step = trainer.step  # so that no evaluation is due where an epoch ends
+        trainer.stopping |= not smoothed < DIVERGED * least  # `not <` holds for NaN too
+        # No evaluation is then due at the end of an epoch.
+        trainer.evaluated_step = trainer.step
         self._set_rate(trainer)
 
     def after_train(self, trainer: Trainer) -> None:

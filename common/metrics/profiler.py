@@ -33,7 +33,7 @@ class ProfilerHook(Measurement):
             self.profile = profile(
                 schedule=steps,
                 on_trace_ready=self._write_profile,
-                acc_events=True,  # else torch 2.11 warns that it forgets them
+                acc_events=True,  # torch 2.11 would warn that it forgets events
             )
             self.profile.start()
 

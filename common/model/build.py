@@ -10,7 +10,7 @@ from common.config.model_keys import Model, TimmModel, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
-ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
+ANY_PLAIN_VIT = "vit_base_patch16_224"  # for any shape: the arguments override all of its own
 TIMM_SIZES = {
     (192, 12, 3): "tiny",
     (384, 12, 6): "small",
@@ -67,7 +67,7 @@ def freeze(model: nn.Module, part: str | None) -> None:
     for name, child in model.named_children():
         if not any(f"{head}.".startswith(f"{name}.") for head in heads):
             child.eval()
-            child.train = _stay  # as the trainer's train() would undo it
+            child.train = _stay  # The trainer's `model.train()` would undo `eval`.
 
 
 def _stay(mode: bool = True) -> Any:
@@ -124,7 +124,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
     shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
-        del shapes[rate]  # of training only
-    # of timm's names those with LayerScale have no position embedding of the class token
+        del shapes[rate]  # Only training uses it.
+    # With LayerScale the name is a deit3's, whose class token has no position embedding.
     is_named = has_scale == a.no_embed_class and is_model(name)
     return name if is_named else ANY_PLAIN_VIT, shapes

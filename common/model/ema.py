@@ -24,7 +24,7 @@ class EmaHook(BaseHook):
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
-        # before a checkpoint is saved, which contains weights and averages
+        # Before `CheckpointHook` (10): a checkpoint holds weights and averages of the same step.
         super().__init__(priority=5)
         self.decay = decay
         self.warmup = warmup
@@ -44,7 +44,7 @@ class EmaHook(BaseHook):
         step = trainer.step
         limit = (1 + step) / (10 + step) if self.warmup else step - 1
         decay = min(self.decay, limit)
-        # 0 where the update was skipped, on the device: the host does not wait for it
+        # 0 if the update was skipped. On the device: the host does not wait for it.
         is_applied = trainer.engine.optimizer.grad_norm.isfinite()
         weights = [p.detach().float() for p in self.averaged.values()]
         averages = list(self.averages.values())
@@ -61,7 +61,8 @@ class EmaHook(BaseHook):
         self._weights = []
 
     def after_train(self, trainer: Trainer) -> None:
-        if self._weights:  # stopped in the middle of an evaluation
+        # They are set if the run was stopped in the middle of an evaluation.
+        if self._weights:
             self.after_test(trainer)
 
     def _set(self, values: list[Tensor]) -> None:

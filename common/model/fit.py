@@ -63,13 +63,13 @@ def infer_model(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         patch_size=patch_size,
         width=width,
         depth=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
-        # the model rounds down width x mlp_ratio
+        # Rounded up, because the model rounds width x mlp_ratio down.
         mlp_ratio=math.ceil(1e5 * hidden / width) / 1e5,
         pool="cls" if has_class else "avg",
-        # then the positions are those of the patches, a square
+        # Without positions of the prefix, their number is a square: that of the patches.
         no_embed_class=has_class + registers > 0 and math.isqrt(tokens) ** 2 == tokens,
         reg_tokens=registers,
-        # DeiT III's; the weights replace any value
+        # DeiT III's value. Any will do, as the weights replace it.
         init_values=1e-6 if "blocks.0.ls1.gamma" in weights else None,
     )
 
@@ -103,7 +103,7 @@ def convert_weights(weights: dict[str, Tensor], model: nn.Module) -> str:
         weights.clear()
         weights |= converted
     for name in unused:
-        weights.pop(name, None)  # timm's conversion leaves out some
+        weights.pop(name, None)  # timm's conversion may have left it out
     for name, buffer in persistent_buffers(model).items():
         weights.setdefault(name, buffer)
     if not unused:
@@ -123,7 +123,7 @@ def _fit_head(weights: dict[str, Tensor], model: Any, labels: Sequence[int | Non
     }
     name = f"{model.head_names[0]}.weight"
     rows = list(range(len(own[name])))
-    # a head may have more classes than the data set
+    # A head may have more classes than the data set: their rows follow in their order.
     order = [*labels, *sorted({*rows} - {*labels})]
     fits = all(key in weights and weights[key].shape == own[key].shape for key in own)
     if fits and order == rows:
@@ -147,8 +147,9 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str:
         return ""
     old, new = (math.isqrt(max(0, table.shape[1] - prefix)) for table in (saved, own))
     if old**2 + prefix != saved.shape[1]:
-        return ""  # another architecture, which is refused with all that differs
-    if not own.requires_grad:  # fixed, and computed for any grid
+        return ""  # Another architecture: `check_weights` names all that differs.
+    # Fixed positions are computed for any grid.
+    if not own.requires_grad:
         weights["pos_embed"] = own.detach()
         return "fixed positions in place of its"
     if old == new:
@@ -178,7 +179,7 @@ def _fit_pool(weights: dict[str, Tensor], model: nn.Module) -> str:
         return "a new norm for the mean of the patches"
     del weights["cls_token"]
     positions = weights["pos_embed"]
-    # a square of them are those of the patches alone
+    # If their number is a square, the class token has none.
     if math.isqrt(positions.shape[1]) ** 2 != positions.shape[1]:
         weights["pos_embed"] = positions[:, 1:]
     return "a new norm for the mean of the patches, without its class token"

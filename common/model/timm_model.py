@@ -22,7 +22,7 @@ NOT_TAKEN = {
     "device",
     "dtype",
 }
-LARGEST = 65536  # of an integer: a run's config.json may come from anybody
+LARGEST = 65536  # greatest integer that is taken: a run's config.json may come from anybody
 
 
 def build_timm_model(
@@ -63,13 +63,14 @@ def build_timm_model(
         model: Any = create_model(timm, num_classes=num_classes or 1000, **arguments)
         if activation_checkpoint:
             model.set_grad_checkpointing()
-    except Exception as error:  # of no type in common
+    # What timm's models raise has no type in common.
+    except Exception as error:
         raise UserError(
             f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})"
         ) from error
     heads = model.pretrained_cfg["classifier"]
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    # a plan, on the meta device, needs no statistics
+    # A plan, on the meta device, needs no statistics.
     if sync_bn and not next(model.parameters()).is_meta:
         return convert_sync_batchnorm(model)
     return model

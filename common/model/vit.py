@@ -94,9 +94,9 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         count = x.numel()
         integers = torch.empty((count + 3) // 4, dtype=torch.int64)
-        # the default lower bound, 0, would never set the sign bit
+        # The default lower bound, 0, would never set the sign bit.
         bits = integers.random_(-(2**63), None).view(torch.int16)
-        # in place and without bool tensors, which PyTorch converts slowly
+        # In place and without bool tensors, which PyTorch converts slowly.
         mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
         return (x * mask).mul_(MASK_LEVELS / kept)
 
@@ -214,7 +214,7 @@ class VisionTransformer(nn.Module):
         pool = arguments.pool
         self.heads = arguments.heads
         self.activation_checkpoint = arguments.activation_checkpoint
-        # the class token and registers, and those of them that have a position embedding
+        # The numbers of class token and registers, and of those that have a position embedding.
         self.prefix_tokens = arguments.prefix_tokens
         self.embedded_prefix = arguments.embedded_prefix
         self.cls_token = _build_tokens(int(pool == "cls"), width)
@@ -225,7 +225,7 @@ class VisionTransformer(nn.Module):
         else:
             self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
-        # rates of drop_path grow linearly from 0
+        # Rates of drop_path grow linearly from 0.
         drop_paths = [arguments.drop_path * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(arguments, drop_path) for drop_path in drop_paths)
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
@@ -237,9 +237,10 @@ class VisionTransformer(nn.Module):
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
         pos_embed = resample_positions(self.pos_embed, x_BND.shape[1], self.embedded_prefix)
-        # a float32 one would make the residual stream float32 under autocast, as in timm
+        # In float32 it would make the residual stream float32 under autocast, as in timm.
         pos_embed = bfloat16_as(pos_embed, x_BND)
-        if not self.embedded_prefix:  # of patches alone
+        # The patches alone have positions.
+        if not self.embedded_prefix:
             x_BND = x_BND + pos_embed
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
@@ -273,7 +274,7 @@ class VisionTransformer(nn.Module):
         patches_BND = x_BND[:, self.prefix_tokens :]
         if self.attention_pool is None:
             return patches_BND.mean(dim=1)
-        # learned weights for each image (Hassani et al., arXiv 2104.05704)
+        # The weights of the mean are learned functions of the patch (SeqPool, arXiv 2104.05704).
         shares_BN1 = self.attention_pool(patches_BND).softmax(dim=1)
         return (shares_BN1.mT @ patches_BND)[:, 0]
 
@@ -294,7 +295,7 @@ def _build_position(arguments: Model) -> nn.Parameter:
     prefix = arguments.embedded_prefix
     if arguments.position == "learned":
         return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
-    # a parameter, so that it is in the state_dict, as in timm
+    # A parameter, although it is fixed: it is in the state_dict, as in timm.
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 
 

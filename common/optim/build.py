@@ -37,14 +37,16 @@ class OptimizerEntry:
     """What the config, the planner, a checkpoint and `build_optimizer` know of an optimizer."""
 
     build: Callable[..., Optimizer]
-    # the keys of the config's OPTIMIZER that are arguments of ``build``; None: ``build`` decides
+    # The keys of the config's OPTIMIZER that are arguments of ``build``. For None it decides.
     defaults: Mapping[str, Any]
-    # The tensors of its shape that it keeps for each parameter, and "step", a number. Smaller ones,
-    # as the means of a matrix's rows, need no entry, but have to be the same on all ranks.
+    # The tensors of a parameter's shape that it keeps, and "step", a number. Smaller ones, such as
+    # the means of a matrix's rows, need no entry, but must be equal on all ranks.
     state: tuple[str, ...]
-    traffic: int  # numbers that an update reads and writes for each parameter
+    # Numbers that the kernels of an update read and write for each parameter. AdamW: 7, as it reads
+    # the weight, its gradient and two moments, and writes all but the gradient.
+    traffic: int
     matrix_state: tuple[str, ...] | None = None  # in place of ``state`` for a matrix of a block
-    # further arguments of ``build`` for a model
+    # Further arguments of ``build``, for the model.
     of_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
 
 
@@ -70,7 +72,7 @@ def _lamb_arguments(model: nn.Module) -> dict[str, Any]:
 OPTIMIZERS = {
     "lamb": OptimizerEntry(
         Lamb,
-        # those that are None depend on the variant
+        # None: the variant decides.
         defaults=dict(
             betas=BETAS,
             eps=None,
@@ -113,6 +115,7 @@ def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
     ``options`` is the config's OPTIMIZER, ``parameter`` a name.
     """
     entry = OPTIMIZERS[options["name"]]
+    # Torch's SGD keeps no state without momentum, the only optimizer whose state an option removes.
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
     if entry.matrix_state is not None and count_matrices(parameter):

@@ -43,7 +43,7 @@ VARIANTS["timm"] = VARIANTS["apex"]  # timm follows apex; its `trust_clip` is tr
 
 # Maps the squared norms of shards [rows, P] to those of full tensors, given the P parameters.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
-# parameters that are updated together, and the options of their group
+# Parameters that are updated together, and the options of their group.
 Bucket = tuple[list[Tensor], dict]
 
 
@@ -81,9 +81,10 @@ class Lamb(Optimizer):
         if unknown:
             raise TypeError(f"unexpected options of LAMB: {', '.join(sorted(unknown))}")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        defaults["capturable"] = True  # load_state_dict moves `step` to the parameter's device
+        # With it, `load_state_dict` moves `step` to the parameter's device.
+        defaults["capturable"] = True
         super().__init__(params, defaults | VARIANTS[variant] | options)
-        self._step_supports_amp_scaling = True  # what torch calls taking `found_inf`
+        self._step_supports_amp_scaling = True  # torch's name for: the optimizer reads `found_inf`
         self.reduce_norms = reduce_norms
 
     @torch.no_grad()
@@ -115,7 +116,7 @@ class Lamb(Optimizer):
         """Return what to divide all gradients by, at least 1, float32; None if they are not
         clipped.
         """
-        max_norm = self.param_groups[0]["max_grad_norm"]  # one for all groups, as the norm is
+        max_norm = self.param_groups[0]["max_grad_norm"]  # the norm is over all groups
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if isinf(max_norm) or not params:
             return None
@@ -157,7 +158,8 @@ class Lamb(Optimizer):
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
         ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)
         if self.found_inf is not None:
-            # in a skipped update a direction is the weight decay's alone
+            # In a skipped update the fused kernel adds nothing, and the direction is the weight
+            # decay's alone.
             ratios_P = ratios_P * (1 - self.found_inf)
         torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
 
@@ -177,7 +179,7 @@ class Lamb(Optimizer):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         if self.found_inf is not None:
-            # a list, since the host would read a single tensor
+            # A list: of a single tensor PyTorch would read the value on the host.
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
@@ -210,6 +212,6 @@ def _squared_norms(tensors: list[Tensor]) -> Tensor:
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].is_cpu and tensors[0].dtype == dtype:
-        # a dot product takes half the time of a norm there
+        # On a CPU a dot product takes half the time of a norm.
         return torch.stack([torch.dot(t.flatten(), t.flatten()) for t in tensors])
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).square()

@@ -57,8 +57,8 @@ def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
         return 0
     if layer[1] != "attn.qkv":
         return 1
-    # of timm's, some blocks of GC ViT have no queries, and TinyViT's three have a third of the
-    # heads each
+    # Some blocks of timm's GC ViT have no queries. TinyViT stacks q, k and v head by head: each of
+    # the three parts has a third of the heads.
     return 2 if shape[0] == 2 * shape[1] else 3
 
 
@@ -135,7 +135,7 @@ class Muon(AdamW):
             by_shape[self.matrices[p][1:]].append(p)
         for alike in by_shape.values():
             batch: list[Tensor] = []
-            # those of equal size side by side: ranks then have as much to do as each other
+            # Matrices of equal size side by side: the ranks then have equally much to do.
             for p in sorted(alike, key=lambda p: self.matrices[p]):
                 limit = 0 if p.is_cpu else BATCH * self.ranks
                 size = sum(prod(self.matrices[q]) for q in (*batch, p))
@@ -164,7 +164,7 @@ class Muon(AdamW):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         momenta = [self.state[p]["momentum_buffer"] for p in params]
-        # the same as momenta.lerp_(gradients, 1 - self.momentum), but for found_inf
+        # The same as momenta.lerp_(gradients, 1 - self.momentum), except that found_inf skips it.
         self._descend(momenta, gradients, lr=self.momentum - 1, weight_decay=-1.0)
         return list(torch._foreach_lerp(gradients, momenta, self.momentum))
 
@@ -209,7 +209,7 @@ def orthogonalize(stacks: list[Tensor], rows: int) -> Sequence[Tensor]:
     columns = x_KMN.shape[2]
     x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
-        # (x x^T) x = x (x^T x): of the two products, the smaller one
+        # (x x^T) x = x (x^T x): take the smaller of the two products.
         if rows <= columns:
             gram_KMM = torch.bmm(x_KMN, x_KMN.mT)
             factor_KMM = torch.baddbmm(gram_KMM, gram_KMM, gram_KMM, beta=b, alpha=c)

@@ -30,7 +30,9 @@ class FusedSGD(SGD):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
-        if len(starting) < len(trained):  # those of a part of the model that was frozen before
+        # Parameters that were frozen before start later than the others: torch's kernel takes a
+        # momentum for all or none.
+        if len(starting) < len(trained):
             for p in starting:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         if any(map(is_wrong, trained)):
@@ -44,7 +46,8 @@ class FusedSGD(SGD):
                 momentum.masked_fill_(found_inf.bool(), 0)
 
     def _step_unfused(self) -> None:
-        found_inf = vars(self).pop("found_inf", None)  # which is refused where it is not fused
+        # torch refuses `found_inf` if the optimizer is not fused.
+        found_inf = vars(self).pop("found_inf", None)
         if found_inf is None or not found_inf:
             for group in self.param_groups:
                 group["fused"] = False

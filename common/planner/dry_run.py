@@ -51,7 +51,7 @@ def print_dry_run(
     prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
     rows = _describe_plan(config, plan, data)
     phases = planner.predict_phases(prediction)
-    # that of full size, unless smaller images have larger micro-batches
+    # The phase of full size needs most, unless smaller images have larger micro-batches.
     largest = max((phase.prediction for phase in phases), key=lambda each: each.estimate.peak)
     rows["memory per GPU"] = _describe_memory(largest, cluster)
     if not is_compared:
@@ -174,12 +174,13 @@ def describe_options(
     name = config["MODEL"]["timm"]
     if name:
         size = config["MODEL"]["image_size"]
-        # the defaults of these keys are the model's
+        # These keys are shown because their defaults are the model's.
         transform = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
         rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {transform}"
     if config["IMAGE_SIZES"]:
         sizes = [f"{each.image_size} pixels to epoch {each.end}" for each in plan.resolutions]
-        if len(sizes) == 1:  # of a range test or a profile
+        # A range test or a profile has one size.
+        if len(sizes) == 1:
             sizes = [f"{plan.resolutions[0].image_size} pixels, the first size, in all steps"]
         rows["IMAGE_SIZES"] = ", ".join(sizes)
     if config["EMA"]:
@@ -238,20 +239,21 @@ def _print_modes(planner: Planner, images: int) -> None:
     print()
     print(format_table([_row(prediction, cluster) for prediction in predictions]))
     print()
-    for prediction in predictions:  # to be copied: not wrapped
+    # Not wrapped: a user copies these lines.
+    for prediction in predictions:
         print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
         print_wrapped(f"no mode fits in {_usable(cluster)}")
         return
-    # without tensor parallelism
+    # ZeRO alone is easier to use than with tensor parallelism.
     sharded = [p.zero for p in fitting if p.zero and not p.tensor["mode"]]
     if sharded and not predictions[0].fits:
         print_wrapped(
             f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})"
         )
-    # by the slower time, as it is not certain that sending overlaps with computing
+    # Compared by the slower time: it is not certain that sending overlaps with computing.
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
     phases = planner.predict_phases(best)
@@ -284,7 +286,7 @@ def _least_time(config: Mapping[str, Any], phases: Sequence[Phase], images: int)
     """Return the time of training on this CPU at its peak."""
     cpu = torch.device("cpu")
     rate = peak_images_per_s(config["MODEL"], config["fp16"], 1, cpu, config["FREEZE"])
-    # in epochs of images of full size
+    # Converted to epochs of images of full size, whose rate is known.
     epochs = _count_flops(config, phases) / flops_per_image(config["MODEL"], config["FREEZE"])
     return _format_time(*[epochs * images / rate] * 2)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# registers the backend "fake"
+# The import registers the backend "fake".
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -33,15 +33,15 @@ def allow_fake_launches() -> None:
         (torch.cuda, "is_available", lambda: False),
         (torch.cuda, "device_count", lambda: 0),
         (dist, "new_group", new_fake_group),
-        # gathers host names
+        # Upstream gathers host names.
         (RepairedContext, "detect_num_processes_on_current_node", lambda context: None),
-        # reads a random state
+        # Reads a random state.
         (layers, "_random_stream", lambda device, number: nullcontext()),
-        # the loss scaler reads it for overflows
+        # The loss scaler reads it for overflows.
         (Tensor, "item", lambda tensor: 0.0),
         # FSDP cuts every parameter into as many tensors as there are ranks; rank 0 keeps the first
         (_fsdp_param, "_chunk_with_empty", first_chunk),
-        # swaps tensors, which fake tensors do not support
+        # Swaps tensors, which fake tensors do not support.
         (nn.Module, "to", _convert_in_place),
     ]
     for owner, name, replacement in patches:

@@ -132,9 +132,9 @@ class StepEstimate:
     gradients: int
     training_peak: int  # in the forward and backward passes
     update_peak: int
-    flops: int  # of matrix products, with recomputed ones (`torch.utils.flop_counter`)
-    calls: Counter  # of collectives, by `Route`
-    nbytes: Counter  # of collectives' messages, by `Route`
+    flops: int  # in matrix products, recomputed ones included (`torch.utils.flop_counter`)
+    calls: Counter  # number of collectives, by `Route`
+    nbytes: Counter  # bytes in the collectives' messages, by `Route`
     data_ranks: tuple[int, ...]  # the data-parallel group of this process
 
     @property
@@ -161,7 +161,7 @@ def estimate_step(
     Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
-    # the device's default, which may not be that of the CPU that estimates
+    # The dtype is that of the cluster's device: this CPU's default may differ.
     fp16 = config["fp16"] or {}
     config = {**config, "fp16": {**fp16, "dtype": name_dtype(compute_dtype(fp16, device))}}
     size = image_size or config["MODEL"]["image_size"]
@@ -175,7 +175,7 @@ def estimate_step(
 @cache
 def _process(parent: int) -> ProcessPoolExecutor:
     """Return a process of ``parent`` to reuse: PyTorch's first use of fake tensors is slow."""
-    # a fork cannot use CUDA, which autograd's threads try to, and has its parent's process group
+    # A fork cannot use CUDA, which autograd's threads try to, and has its parent's process group.
     start = "spawn" if torch.cuda.is_available() or dist.is_initialized() else "fork"
     return ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches
@@ -194,11 +194,11 @@ def _estimate(
     # A model of this many blocks is counted, and one with another; the rest is extrapolated.
     shallow = 1
     if config["MODEL"].get("drop_path"):
-        shallow = 2  # the first block drops no paths
+        shallow = 2  # The first block drops no paths.
     if config["zero"]:
-        shallow = 3  # a block is gathered during another's backward pass
-    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it
-    # counts
+        shallow = 3  # A block is gathered during another's backward pass.
+    # These options of DDP need its own reduction, which the estimate replaces. They change nothing
+    # that it counts.
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
     launched = {
         **config,

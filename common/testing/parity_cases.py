@@ -48,7 +48,7 @@ MODEL = {
     "mlp_ratio": 2.0,
     "num_classes": 8,
 }
-MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # of all data-parallel ranks together
+MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # images over all data-parallel ranks together
 MAX_NORM = 0.3
 launched_clipping = partial(launched, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
 OPTIMIZERS = {
@@ -87,7 +87,7 @@ def micro_batches(steps: int = STEPS, dp_rank: int = 0, dp_size: int = 1) -> Ite
     """Yield a data-parallel rank's micro-batches: images, and the arguments of `blended_loss`."""
     generator = torch.Generator().manual_seed(1)
     for number in range(steps * ACCUMULATION):
-        side = 16 if number < ACCUMULATION else 8  # of the images, which IMAGE_SIZES changes
+        side = 16 if number < ACCUMULATION else 8  # pixels: IMAGE_SIZES changes them in a run
         images = torch.randn(MICRO_BATCH, 3, side, side, generator=generator)
         labels = torch.randint(MODEL["num_classes"], (2, MICRO_BATCH), generator=generator)
         target, other = labels.chunk(dp_size, dim=1)[dp_rank]

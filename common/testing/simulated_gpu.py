@@ -32,7 +32,7 @@ from common.launch.signals import stop_signals
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-# the host needs their result, or its shape
+# The host needs the result of these, or its shape.
 WAITING = {
     aten._local_scalar_dense,
     aten.equal,
@@ -63,7 +63,7 @@ class GpuTensor(Tensor):
         return self.cpu().tolist()
 
     def untyped_storage(self):
-        return self.raw.untyped_storage()  # which FSDP frees, and allocates again
+        return self.raw.untyped_storage()  # FSDP frees the storage, and allocates it again
 
     def record_stream(self, stream):
         pass
@@ -178,7 +178,7 @@ def _has_to_wait(packet, args, kwargs, to_gpu):
     source, *is_async = args[1:] if packet is aten.copy_ else args
     if isinstance(source, GpuTensor) == to_gpu:
         return False
-    host = source if to_gpu else args[0]  # which is new, and pinned, in _to_copy
+    host = source if to_gpu else args[0]  # _to_copy makes it, pinned
     is_pinned = hasattr(host, "is_pinned_here") or isinstance(host, GpuTensor)
     return not (is_pinned and (kwargs.get("non_blocking") or any(is_async)))
 
@@ -257,7 +257,7 @@ def simulate_gpu() -> SimulatedGpu:
     torch.autograd.set_multithreading_enabled(False)  # a fork does not copy its threads
     torch._C._set_only_lift_cpu_tensors(
         True
-    )  # torch.tensor(..., device) copies by an operation that is seen
+    )  # with True, torch.tensor(..., device) copies by an operation that the mode sees
     _let_autograd_run()
     gpu.__enter__()
     loader.ThreadPoolExecutor = partial(
@@ -269,7 +269,7 @@ def simulate_gpu() -> SimulatedGpu:
 def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
     """Return the batches' images, the waits after the first, and the mean count of kernels."""
     gpu, images, waits = simulate_gpu(), [], {}
-    stop_signals.install()  # as a run does: workers end with the thread that forks them
+    stop_signals.install()  # a run does it: workers end with the thread that forks them
     for batch, _ in build(CUDA):
         waits |= gpu.waits if images else {}
         images.append(batch.cpu())
@@ -293,5 +293,5 @@ def _let_autograd_run():
         answer, ctypes.c_void_p
     )  # hasPrimaryContext, in ATen/detail/AcceleratorHooksInterface.h
     hooks[0] = ctypes.addressof(table) + 16
-    _let_autograd_run.kept = table, answer  # which C++ points to
+    _let_autograd_run.kept = table, answer  # C++ points to them: they must stay
     torch._C._ensureCUDADeviceGuardSet()

@@ -34,9 +34,9 @@ from common.task import find_task
 from common.tools.arguments import build_parser, name_classes
 
 WEIGHTS = "model.safetensors"
-# Of the largest logit. float32 in another order of operations stays below a tenth of it.
+# A fraction of the largest logit. float32 in another order of operations differs by a tenth of it.
 TOLERANCE = 1e-4
-OPSET = 18  # the one of torch's exporter: others are converted from it
+OPSET = 18  # torch's exporter writes this one, and converts it to others
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -101,9 +101,9 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
     data = run.config["DATA"]
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
-    known = getattr(model, "pretrained_cfg", {})  # of timm's models
+    known = getattr(model, "pretrained_cfg", {})  # only timm's models have one
     heads = list(model.head_names)
-    # as timm's own, which has it once: transformers passes both, and fails where they are two
+    # Timm writes `num_classes` once, above: transformers passes both, and fails if there are two.
     arguments = {name: value for name, value in arguments.items() if name != "num_classes"}
     return {
         "architecture": architecture,
@@ -150,7 +150,7 @@ def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
 
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
     _save(model, output, {"format": "pt", "config": (output / "config.json").read_text()})
-    read = deepcopy(model)  # so that what is compared are the file's weights
+    read = deepcopy(model)  # a copy: the file's weights are compared with those of `model`
     read.load_state_dict(load_file(output / WEIGHTS))
     return read
 

@@ -41,7 +41,7 @@ from common.text import did_you_mean, format_table, print_wrapped
 from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
 
 CONFIG_KEY = "CONFIG"
-SEED = "SEED"  # whose values are repetitions
+SEED = "SEED"  # the key whose values are repetitions
 COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
     "step; d(loss): largest difference of the train loss from the first run's"
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
         )
-    # the costs are compared with those of the run that was started first
+    # Costs are compared with those of the run that was started first.
     runs.sort(key=lambda run: run.about["starts"][0]["started"])
     _check_best(args.best, [key for run in runs for key in values_of(run)])
     rows, verdict = rank_combinations(runs, failed)
@@ -124,7 +124,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
             stopped = f"{signal_name(stop)}: {folder.name} was stopped"
             print(f"{stopped}; rerun the command to resume", file=sys.stderr)
             sys.exit(exit_code(stop))
-        # a mistake that ends a run before its start is likely to end all
+        # A mistake that ends a run before its first step is likely to end all.
         if status and not (folder / "config.json").exists():
             raise UserError(
                 f"{folder.name} did not start (exit status {status}, message above): the sweep "
@@ -190,7 +190,8 @@ def run_child(command: Sequence[str]) -> tuple[int, int]:
 
     previous = {}
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+        # Under nohup SIGHUP stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             previous[number] = signal.signal(number, receive)
     try:
         child = subprocess.Popen(command)
@@ -231,7 +232,7 @@ def _parse_grid(text: str) -> tuple[str, list[str]]:
     """Return the key of ``KEY=a,b`` and its values; commas within brackets are theirs."""
     key, _, values = text.partition("=")
     parts = [""]
-    depth = 0  # of brackets
+    depth = 0  # open brackets before this letter
     for letter in values:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
@@ -271,10 +272,10 @@ def _number(text: str) -> int | float | str:
 class Ranked(NamedTuple):
     """A combination of a sweep's values."""
 
-    score: float  # of the finished runs: mean top-1 in per cent, or -1 if their loss is not finite
+    score: float  # mean top-1 of the finished runs in per cent, or -1 if a loss is not finite
     tops: list[float]  # top-1 of the finished runs in per cent
     values: dict[str, Any]
-    row: dict[str, Any]  # of the table
+    row: dict[str, Any]  # its row of the table
 
 
 def rank_combinations(

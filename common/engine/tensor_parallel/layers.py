@@ -76,7 +76,7 @@ class ColumnLinear(ShardedLinear):
     """1d: all input channels, a slice of the output channels."""
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        # the identity, whose backward pass sums the gradient of x over the ranks
+        # `reduce_grad` is the identity. Its backward pass sums the gradient of x over the ranks.
         return reduce_grad(x, TENSOR) @ weight
 
 
@@ -90,7 +90,7 @@ class RowLinear(ShardedLinear):
         self.group = group
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        # the sum over the ranks, whose backward pass is the identity
+        # `reduce_input` sums over the ranks. Its backward pass is the identity.
         return reduce_input(x @ weight, self.group)
 
 
@@ -109,11 +109,11 @@ class Linear2D(ShardedLinear):
             weight,
             gpc.get_world_size(self.row),
             out_shape,
-            # this rank's row and column, and its square in 2.5d
+            # This rank's row and column, and its square in 2.5d.
             *map(gpc.get_local_rank, self.groups),
             self.row,
             self.col,
-            # from which upstream computes the global ranks that broadcast
+            # Upstream computes the global ranks that broadcast from these four.
             gpc.get_local_rank(ParallelMode.DATA),
             0,  # pipeline stage
             1,  # pipeline stages
@@ -135,21 +135,24 @@ class Linear3D(ShardedLinear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
         super().__init__(weight, bias)
-        # upstream's names are those of the first layer: it gathers x over INPUT
+        # Upstream's names are those of the first layer, which gathers x over INPUT.
         self.groups = (
             (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
         )
         if weight.requires_grad:
-            # waits for the product's asynchronous gradient reduction
+            # The hook waits for the product's asynchronous gradient reduction.
             register_async_grad_hook(weight)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        # the hook above finds the reduction by the number
+        # The hook above finds the reduction by this number.
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
 
 
 class ShardedLayerNorm(nn.Module):
-    """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``."""
+    """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``.
+
+    With AMP_TYPE.NAIVE, input and weights have been rounded to half precision before.
+    """
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode
@@ -172,11 +175,11 @@ class _LayerNormFunction(torch.autograd.Function):
         ctx: Any, x_BND: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode
     ) -> Tensor:
         variance_BN1, mean_BN1 = torch.var_mean(x_BND, dim=-1, correction=0, keepdim=True)
-        moments = torch.stack((variance_BN1, mean_BN1))  # of this rank's channels
+        moments = torch.stack((variance_BN1, mean_BN1))  # over this rank's channels
         moments_R2BN1 = all_gather(moments, 0, group).unflatten(0, (-1, 2))
         variances_RBN1, means_RBN1 = moments_R2BN1.unbind(1)
         mean_BN1 = means_RBN1.mean(0)
-        # within the ranks and between them: E[x^2] - E[x]^2 would overflow in half precision
+        # The variance within ranks plus that between: E[x^2] - E[x]^2 loses digits by cancellation.
         variance_BN1 = (variances_RBN1 + (means_RBN1 - mean_BN1).square()).mean(0)
         reciprocal_BN1 = (variance_BN1 + eps).rsqrt()
         normalised_BND = (x_BND - mean_BN1) * reciprocal_BN1
@@ -229,7 +232,7 @@ def _random_stream(device: torch.device, number: int) -> Iterator[None]:
         else torch.default_generator
     )
     state = generator.get_state()
-    # the state changes with every draw, so that no two layers or passes share a stream
+    # The state changes with every draw: no two layers or passes get the same seed.
     text = state.numpy().tobytes() + number.to_bytes(8, "big")
     digest = hashlib.blake2b(text, digest_size=7).digest()  # a seed has at most 63 bits
     generator.manual_seed(int.from_bytes(digest, "big"))
@@ -237,5 +240,5 @@ def _random_stream(device: torch.device, number: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-        # by one number, so that the next layer draws others
+        # One draw advances the state: the next layer gets another seed.
         torch.rand((), device=device)

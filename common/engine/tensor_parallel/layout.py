@@ -7,7 +7,9 @@ linear layers: qkv and proj, fc1 and fc2.
 
 - 1d (Megatron-LM, arXiv 1909.08053): between blocks every rank has all samples and channels; within
   a block it has a slice of the heads and of the hidden channels.
-- 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels.
+- 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels. A ROW
+  group is the ranks of one row of the square: its members differ in the column. So the members of
+  a COL group have different samples, those of a ROW group different channels.
 - 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different
   samples, which XZ splits.
 - 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair,
@@ -74,7 +76,7 @@ class Shard:
     def write(self, local: Tensor, full: Tensor) -> None:
         """Copy ``local``, this rank's shard, to its position in ``full``."""
         if self.part:
-            # the tensor-parallel shard, in which this data-parallel rank fills only its part
+            # This data-parallel rank fills only its part of the tensor-parallel shard.
             padded = replace(self, part=None).cut(full)
             padded.narrow(*self.part).copy_(local)
             local = padded
@@ -82,14 +84,14 @@ class Shard:
 
     def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
         """Return the number of elements of a shard, given the group sizes."""
-        # before a launch there are no groups to ask
+        # The sizes are an argument: before a launch there are no groups to ask.
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
     def _view(self, full: Tensor) -> Tensor:
         """Return this rank's shard of ``full``, before ``part``, as a view [fused, ...]."""
-        view = full.unflatten(0, (self.fused, -1))  # of qkv [3 D, D]: [3, D, D]
+        view = full.unflatten(0, (self.fused, -1))  # for qkv: [3 D, D] to [3, D, D]
         for dim, group in self.cuts:
-            # one dimension may be cut twice (3d), so that each cut is of the last one's result
+            # 3d cuts one dimension twice: each cut is of the last one's result.
             view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1))
             view = view.select(dim + 1, gpc.get_local_rank(group))
         return view
@@ -125,9 +127,10 @@ def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
     return Shard(((0, channels),), replicated_over=samples, summed_over=samples)
 
 
-# (weight [out, in], bias [out]): inputs over COL, outputs over ROW, as the product leaves them
+# (weight [out, in], bias [out]). SUMMA wants the weight's inputs over COL, although the channels of
+# the activations are over ROW. The product leaves its outputs over ROW.
 _SQUARE = (_matrix((1, COL_2D), (0, ROW_2D)), _vector(ROW_2D, COL_2D))
-# XZ: the rows of all squares, each of which has other samples
+# XZ is a column of all squares together: each of its ranks has different samples.
 _SQUARES = (
     _matrix((1, COL_2P5D), (0, ROW_2P5D), replicated_over=DEPTH_2P5D),
     _vector(ROW_2P5D, XZ_2P5D),
@@ -136,9 +139,9 @@ LAYOUTS = {
     "1d": Layout(
         samples=None,
         channels=None,
-        # outputs, which are heads and hidden channels
+        # The outputs, heads or hidden channels, are split.
         first=(_matrix((0, TENSOR)), Shard(((0, TENSOR),))),
-        # inputs; each rank adds the bias to the sum over ranks
+        # The inputs are split. Each rank adds the full bias to the sum over ranks.
         second=(_matrix((1, TENSOR)), Shard(replicated_over=TENSOR)),
     ),
     "2d": Layout(COL_2D, ROW_2D, first=_SQUARE, second=_SQUARE),
@@ -161,7 +164,7 @@ LAYOUTS = {
 def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | None, int]:
     """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks; 1 for None."""
     q = math.isqrt(size // depth)  # side of a square
-    side = round(size ** (1 / 3))  # of a cube
+    side = round(size ** (1 / 3))  # side of a cube
     by_mode: dict[str, Any] = {
         "1d": {},
         "2d": {ROW_2D: q, COL_2D: q},
@@ -175,7 +178,7 @@ def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | Non
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
     """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
     for name, parameter in model.named_parameters():
-        # q, k and v are stacked in one matrix, and a rank needs the same heads of each
+        # q, k and v are stacked in one matrix: a rank needs the same heads of each.
         shard = _shard_of(name, parameter, LAYOUTS[mode])
         yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)
 
@@ -187,13 +190,13 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
         return layout.first[role == "bias"]
     if layer.endswith((".attn.proj", ".fc2")):
         return layout.second[role == "bias"]
-    # what is outside of the pairs
+    # What follows is outside of the pairs.
     if name == "head.bias" or layout.channels is None:
         return Shard(replicated_over=TENSOR, summed_over=layout.samples)
     if name == "head.weight":
-        # channels as those of the activations; every rank has all classes
+        # Split like the activations' channels. Every rank has all classes.
         return _matrix((1, layout.channels), replicated_over=layout.samples)
-    # norms and biases are [D]; class token and positions are [1, N, D]
+    # Norms and biases are [D]; class token and positions are [1, N, D].
     dim = 2 if parameter.ndim == 3 else 0
     return Shard(
         ((dim, layout.channels),), replicated_over=layout.samples, summed_over=layout.samples
@@ -248,7 +251,7 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
     }
     shape, power = shapes[mode]
     squares = depth or 1
-    # 1e-9, since the root of 64 is 3.9999999999999996
+    # 1e-9, because the cube root of 64 is 3.9999999999999996.
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
     if squares * side**power != size:
         raise UserError(
@@ -269,7 +272,7 @@ def check_tensor_parallel(
     mode = tensor["mode"]
     if mode is None:
         return
-    # `_shard_of` knows the layers of a plain ViT only
+    # `_shard_of` knows the layers of a plain ViT only.
     if model.get("timm"):
         raise UserError(
             f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "
@@ -286,11 +289,11 @@ def check_tensor_parallel(
     hidden_width = int(width * model["mlp_ratio"])
     sizes = group_sizes(mode, size, tensor.get("depth", 1))
     side = _heads_split(mode, sizes)
-    # a 3d weight is split along its input channels twice
+    # 3d splits a weight along its input channels twice.
     unit = side**2 if mode == "3d" else side
     rules = (
         ("MODEL.heads", heads, side),
-        # heads have equal numbers of channels
+        # All heads have the same number of channels.
         ("MODEL.width", width, math.lcm(unit, heads)),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, unit),
         ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[LAYOUTS[mode].samples]),
@@ -311,7 +314,7 @@ def _heads_split(mode: str, sizes: Mapping[ParallelMode | None, int]) -> int:
 def describe_tensor_parallel(
     parallel: Mapping[str, Any], model: nn.Module, micro_batch: int
 ) -> str:
-    """Return the share of each rank of a tensor-parallel group; all have the same.
+    """Describe what each rank of a tensor-parallel group has of the whole; all have as much.
 
     ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta
     device.

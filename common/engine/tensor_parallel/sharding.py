@@ -30,7 +30,7 @@ from common.engine.upstream import (
     tensor_parallel_env,
 )
 
-# the classes of the first and second linear layer of a pair
+# The classes of the first and second linear layer of a pair.
 PAIRS = {
     "1d": (ColumnLinear, RowLinear),
     "2d": (Linear2D, Linear2D),
@@ -51,7 +51,7 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     if mode is None:
         return model
     layout = LAYOUTS[mode]
-    # lists, since the loops change what they walk
+    # Lists: the loops change what they walk through.
     for name, shard in list(plan_shards(model, mode)):
         _cut(model, name, shard)
     for name, layer in list(model.named_modules()):
@@ -85,7 +85,7 @@ def _cut(model: nn.Module, name: str, shard: Shard) -> None:
     layer, _, role = name.rpartition(".")
     full = model.get_parameter(name)
     local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
-    # by which it is gathered, summed and counted
+    # `gather_full`, `sum_partial_gradients` and the norm read it.
     local.shard = shard
     setattr(model.get_submodule(layer), role, local)
 
@@ -97,7 +97,7 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
         return first(layer.weight, layer.bias)
     if name.endswith((".attn.proj", ".fc2")):
         return second(layer.weight, layer.bias)
-    # hidden channels are split in every mode, so that each rank needs a mask of its own
+    # Every mode splits the hidden channels: each rank needs a mask of its own.
     if name.endswith(".drop1") or (layout.channels and isinstance(layer, nn.Dropout)):
         return RankSeeded(layer, gpc.get_local_rank(TENSOR)) if layer.p else None
     if layout.channels is None:
@@ -105,7 +105,7 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
     if name == "head":
         return RowLinear(layer.weight, layer.bias, layout.channels)
     if name.endswith(".drop_path") and getattr(layer, "rate", 0):
-        # ranks with the same samples drop the same ones, whichever channels they have
+        # Ranks with the same samples drop the same ones, whichever channels they have.
         return RankSeeded(layer, gpc.get_local_rank(layout.samples))
     if isinstance(layer, nn.LayerNorm):
         return ShardedLayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
@@ -114,14 +114,14 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
 
 def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the local parameters by name. The optimizer updates these."""
-    # with `zero` the model's own are DTensors
+    # With `zero` the model's own parameters are FSDP's DTensors.
     return getattr(model, "shards", None) or dict(model.named_parameters())
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a checkpoint by name: the running statistics of batch norms."""
     parameters = dict(model.named_parameters())
-    # of a state_dict, which leaves out buffers that are not persistent
+    # A state_dict leaves out the buffers that are not persistent.
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
@@ -159,7 +159,7 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
     full = _pad_with_zeros(shard, value)
     group = sharing_group([parameter])
     first = gpc.get_ranks_in_group(group)[0]
-    # a sum of what is 0 elsewhere: one collective, whatever the layout
+    # Sum tensors that are 0 outside of each rank's shard: one collective, whatever the layout.
     dist.reduce(full, first, group=gpc.get_group(group))
     return full if gpc.get_local_rank(group) == 0 else None
 
@@ -204,7 +204,7 @@ def map_full(
         dist.reduce(full, ranks[owner], group=handle)
         if owner == rank:
             full_tensors.append(full)
-    # there may be fewer tensors than ranks
+    # There may be fewer tensors than ranks.
     results = iter(function(full_tensors) if full_tensors else [])
     shards = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
@@ -218,7 +218,7 @@ def map_full(
 def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
     """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
     full = value.new_zeros(shard.shape)
-    # the sum over ranks has to have each element once
+    # The sum over ranks must count each element once.
     is_first = shard.replicated_over is None or gpc.get_local_rank(shard.replicated_over) == 0
     if is_first:
         shard.write(value, full)
@@ -250,7 +250,7 @@ def full_optimizer_state(
     for name, parameter in named_shards(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                # others, as a number of steps or the means of rows, are the same on all ranks
+                # Others, such as a number of steps or the means of rows, are equal on all ranks.
                 is_like = value.shape == parameter.shape
                 yield f"{key}/{name}", gather_full(parameter, value) if is_like else value
 
@@ -264,11 +264,12 @@ def load_full_optimizer_state(
     for entry, full in state.items():
         key, _, name = entry.partition("/")
         parameter = parameters[name]
-        if parameter in trained:  # it may be frozen now
+        # A parameter that was trained before may be frozen now.
+        if parameter in trained:
             is_like = full.shape == full_shape(parameter)
             value = local_shard(parameter, full) if is_like else full
             optimizer.state[parameter][key] = value
-    # brings each state to the optimizer's device and type
+    # This brings each state to the optimizer's device and dtype.
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -286,7 +287,7 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 
 def sum_over(group: ParallelMode, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of ``tensors`` over the ranks of ``group``, by one all-reduce."""
-    # one message: many small ones take longer than the copies
+    # Many small messages take longer than the copies into one.
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=gpc.get_group(group))
     sums = flat.split([tensor.numel() for tensor in tensors])
@@ -300,10 +301,10 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    # data-parallel ranks have the same gradient by now
+    # Data-parallel ranks have the same gradient by now.
     if not is_sharded(trained):
         return _norm([parameter.grad for parameter in trained])
-    # of n copies each counts as one n-th: the sum over ranks has each element once
+    # Where n ranks have a copy, each counts 1 / n: the sum over ranks has every element once.
     grads_by_copies = defaultdict(list)
     for parameter in trained:
         grads_by_copies[_copies(parameter)].append(parameter.grad)
@@ -323,7 +324,7 @@ def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
 
     R rows are norms of R different tensors (the weight, the update) of each parameter.
     """
-    # of n copies each counts as one n-th
+    # Where n ranks have a copy, each counts 1 / n.
     shares_P = torch.tensor([1 / _copies(p) for p in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))

@@ -9,7 +9,8 @@ learning rate peaks, and ends near 72.7 % top-1. Not run by this project at full
 
 Differences from the source: its last version applies RandAugment, which the published run did not;
 images are normalised with ImageNet's mean and standard deviation instead of 127.5 for both; mixed
-precision is bfloat16 on GPUs that have it, there float16 (``--set fp16.dtype=float16``).
+precision is bfloat16 on GPUs that have it; the source uses float16
+(``--set fp16.dtype=float16``).
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,1 +1,4 @@
-"""ViT-B/16 on ImageNet-1k at batch 32K: DALI and TFRecord preparation."""
+"""The task of ImageNet-1k and of any folder of labelled images.
+
+The name is Colossal-AI's example's; DALI is one of its two loaders.
+"""

@@ -117,6 +117,7 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Lo
     ``options`` are those of `image_loaders.build_eval_loader`.
     """
     images = open_images(data, data.get("eval_split", "validation"))
+    # in blocks, which need the fewest reads: evaluation keeps the order anyway
     options |= _options(images, data, options["device"].type, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **options)
 

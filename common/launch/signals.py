@@ -84,7 +84,7 @@ class StopSignals:
             target=self._watch, args=(reader,), daemon=True, name="stop-signals"
         )
         self._watcher.start()
-        # which are blocked if this process was forked from one with handlers
+        # they are blocked if this process was forked from one with handlers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         atexit.register(_kill_children)
         if follow_parent:
@@ -180,7 +180,10 @@ def _kill_children() -> None:
 
 
 def exit_code(number: int) -> int:
-    """Return the exit status of a run that a signal has stopped: 130 for Ctrl-C, else 143."""
+    """Return the exit status of a run that a signal has stopped: 130 for Ctrl-C, else 143.
+
+    One status for all signals of schedulers, so that job scripts test for one.
+    """
     return 128 + (number if number == signal.SIGINT else signal.SIGTERM)
 
 

@@ -301,6 +301,7 @@ def _format_time(low: float, high: float) -> str:
 def _assumptions(planner: Planner) -> list[str]:
     """Return the lines that say what the times depend on."""
     cluster = planner.cluster
+    of_shards = " A GPU with a shard of the model reaches the same fraction of its peak."
     if cluster.images_per_s:
         speed = f"A GPU trains {cluster.images_per_s:,.0f} images/s (measured)."
     else:
@@ -311,6 +312,8 @@ def _assumptions(planner: Planner) -> list[str]:
             f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak "
             f"of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
         )
+        if planner.speedup > 1:
+            of_shards = " With a shard of the model, which is not compiled, it is the lower rate."
     source = "--decode-images-per-s"
     if cluster.decode in DECODE.values():
         source = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; {source}"
@@ -321,7 +324,7 @@ def _assumptions(planner: Planner) -> list[str]:
     if cluster.decode == math.inf:
         host = "The images are in a GPU's memory: nothing is decoded."
     return [
-        speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
+        speed + of_shards,
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
         f"A GPU sends {cluster.inside / 1e9:g} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least "

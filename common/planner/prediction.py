@@ -20,7 +20,9 @@ from common.planner.step_estimate import StepEstimate, count_blocks, estimate_st
 # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
 ASSUMED_MFU = 0.23
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
-LAUNCH = 1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
+LAUNCH_SECONDS = (
+    1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
+)
 BLOCKS = 12  # of a model that does not say how many
 MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
 USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
@@ -90,7 +92,7 @@ class Phase:
 class Planner:
     """Predict the steps of a config's plan on a cluster.
 
-    Its GPUs sustain ``rate`` to ``rate * speedup`` FLOP/s.
+    Its GPUs sustain ``rate`` FLOP/s, and up to ``rate * speedup`` with a compiled model.
     """
 
     def __init__(self, config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
@@ -222,10 +224,12 @@ class Planner:
     ) -> Prediction:
         """Return the prediction for the mode of ``config``, this micro-batch and size of images."""
         tensor = config["parallel"]["tensor"]
-        place = self.plan.gpus, micro_batch, accumulation
-        estimate = estimate_step(config, *place, image_size=image_size)
+        split = self.plan.gpus, micro_batch, accumulation
+        estimate = estimate_step(config, *split, image_size=image_size)
         decoding = micro_batch * accumulation / self.cluster.decode
-        slow, fast = self._step_times(estimate, accumulation)
+        # a tensor-parallel model is not compiled
+        speedup = self.speedup if tensor["size"] == 1 else 1.0
+        slow, fast = self._step_times(estimate, accumulation, speedup)
         fastest_step = max(fast, decoding)
         return Prediction(
             tensor=tensor,
@@ -240,11 +244,14 @@ class Planner:
             waits=fastest_step <= 1.001 * decoding,
         )
 
-    def _step_times(self, estimate: StepEstimate, accumulation: int) -> tuple[float, float]:
+    def _step_times(
+        self, estimate: StepEstimate, accumulation: int, speedup: float
+    ) -> tuple[float, float]:
         """Return the slowest and the fastest seconds of a step, without decoding."""
         compute = estimate.flops / self.rate
-        launches = LAUNCH * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
+        launches = LAUNCH_SECONDS * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
         traffic = OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic
+        # numbers that a parameter's update reads and writes, each as large as its gradient
         update = traffic * estimate.gradients / MEMORY_BANDWIDTH
 
         of_gradients = 0.0
@@ -258,10 +265,10 @@ class Planner:
                 of_tensor_parallelism += seconds
         communication = of_gradients + of_tensor_parallelism
         # behind the backward pass of the last micro-batch
-        hidden = min(of_gradients, BACKWARD_SHARE * compute / self.speedup / accumulation)
+        hidden = min(of_gradients, BACKWARD_SHARE * compute / speedup / accumulation)
 
         slow = max(compute, launches) + update + communication
-        fast = max(compute / self.speedup, launches) + update + (communication - hidden)
+        fast = max(compute / speedup, launches) + update + (communication - hidden)
         return slow, fast
 
 

@@ -94,6 +94,12 @@ def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     assert eager.fastest_step == pytest.approx(compute + update)
 
 
+def test_a_tensor_parallel_model_has_no_time_as_if_it_were_compiled():
+    found = predict(2)
+    assert found["1d 2"].slowest_step == pytest.approx(found["1d 2"].fastest_step)
+    assert found["data parallel"].slowest_step > 1.5 * found["data parallel"].fastest_step
+
+
 def test_small_micro_batches_and_slow_decoding_bound_the_step():
     small = predict(2048, **WHOLE_ONLY)["data parallel"]
     assert 2 * 1e-3 * small.accumulation < small.fastest_step < small.slowest_step

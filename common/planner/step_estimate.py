@@ -239,6 +239,7 @@ def _estimate_depth(
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
     with FakeTensorMode(), TensorMemory() as memory:
         _move_to_fake_cpu(model)
+        # MixupLoss keeps one more tensor of the logits' size, which is not counted
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)
@@ -291,7 +292,7 @@ def _count_step(
     # The first may gather parameters, the last reduces gradients; those between are all equal.
     micro_batches = [1] * accumulation if accumulation < 3 else [1, accumulation - 2, 1]
     peaks = [count(train, times) for times in micro_batches]
-    gradients = _nbytes(engine.optimizer.parameters)
+    gradients = _nbytes(engine.optimizer.parameters)  # a gradient has its parameter's size
     update_peak = count(engine.step)
     return dict(
         flops=flops,

@@ -41,15 +41,9 @@ from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.errors import RankError, UserError
 from common.launch.signals import stop_signals
+from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
-
-
-class Best(NamedTuple):
-    """The best evaluation so far; the greater one is better."""
-
-    score: float = -1.0  # top-1, or the user's score
-    negative_loss: float = 0.0  # decides between equal scores
 
 
 class Agreed(NamedTuple):
@@ -62,8 +56,8 @@ class Agreed(NamedTuple):
 class CheckpointHook(BaseHook):
     """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), and at the end.
 
-    It also saves after an evaluation that is the best so far. The newest ``keep`` checkpoints stay,
-    and the best.
+    It also saves after an evaluation that is the best so far, by BEST. The newest ``keep``
+    checkpoints stay, and the best. PATIENCE evaluations without a new best end the training.
 
     The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0
     writes it. A failed write is reported, and training continues; if it is the last one, the run
@@ -111,6 +105,7 @@ class CheckpointHook(BaseHook):
             self.every_seconds = 60 * float(every.partition("min")[0])
         self.buffers: dict[str, Tensors] = {}  # the CPU copies that the thread writes
         self.best = Best()
+        self.stale = 0  # evaluations since the best
         self.saved: dict[str, int] = {}  # the trainer's state at the last save
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -144,11 +139,18 @@ class CheckpointHook(BaseHook):
         trainer.stopping |= self._agree().stop
 
     def after_test(self, trainer: Trainer) -> None:
-        figures = trainer.states["eval"]
-        reached = Best(figures.get("score", figures["top1"]), -figures["loss"])
+        config = self.about["config"]
+        reached = rank_evaluation(trainer.states["eval"], config["BEST"])
         # rank 0 alone knows whether the best so far was written
-        if math.isfinite(figures["loss"]) and ask_first_rank(lambda: reached > self.best):
+        if reached and ask_first_rank(lambda: reached > self.best):
+            self.stale = 0
             self._save(trainer, reached)
+            return
+        self.stale += 1
+        if self.stale >= (config["PATIENCE"] or math.inf):
+            # as of a run that was to end here, for what reads config.json
+            self.about["plan"]["last_step"] = trainer.step
+            trainer.end_here()
 
     def after_train(self, trainer: Trainer) -> None:
         self._finish_exchange()
@@ -217,6 +219,7 @@ class CheckpointHook(BaseHook):
             "metrics": [rank_state["metrics"] for rank_state in states],
             "best_top1": self.best.score,
             "best_loss": -self.best.negative_loss,
+            "stale": self.stale,
             "ranks": self.ranks,
         }
         content[RANDOM] = {
@@ -273,10 +276,14 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        is_same_data = read_about(path)["data"]["fingerprint"] == self.about["data"]["fingerprint"]
-        # a branch marks its own best, and figures on different data do not compare
-        if path.parent == self.folder and is_same_data:
+        then = read_about(path)
+        is_same_data = then["data"]["fingerprint"] == self.about["data"]["fingerprint"]
+        # earlier versions compare top-1
+        is_same_metric = then["config"].get("BEST", "top1") == self.about["config"]["BEST"]
+        # a branch marks its own best, and figures of different data or metrics do not compare
+        if path.parent == self.folder and is_same_data and is_same_metric:
             self.best = Best(state["best_top1"], -state["best_loss"])
+            self.stale = state["stale"]
         rank = gpc.get_global_rank()
         if any(state["ranks"][key] != value for key, value in self.ranks.items()):
             # Masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ: the

@@ -4,6 +4,7 @@ which stay.
 
 import itertools
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -196,6 +197,72 @@ def test_saves_when_due_and_marks_the_best(gpus, every, keep, steps, data, tmp_p
     ] == steps
     marked = read_trainer_state(tmp_path / "run/checkpoints/best")
     assert (marked["best_top1"], marked["trainer"]["step"]) == (best["top1"], best["step"])
+
+
+# What four evaluations give.
+FIGURES = {
+    "loss": (2.0, 3.0, 2.5, 1.0),
+    "top1": (0.5, 0.6, 0.6, 0.4),
+    "mean_recall": (0.3, math.nan, 0.2, 0.3),
+    "macro_f1": (0.7, 0.7, 0.1, math.nan),
+}
+
+
+class Evaluated(BaseHook):
+    """Give the evaluations after the first steps `FIGURES`, and less to those that follow."""
+
+    def __init__(self) -> None:
+        super().__init__(priority=-1)
+
+    def after_test(self, trainer: Trainer) -> None:
+        number = trainer.step // 4 - 1
+        figures = {name: values[number] for name, values in FIGURES.items() if number < 4}
+        trainer.states["figures"] = figures or dict.fromkeys(FIGURES, 0.05)
+
+
+# Of equal ones, the lower loss; NaN never.
+@pytest.mark.parametrize(
+    ("metric", "step"), [("top1", 12), ("loss", 16), ("mean_recall", 16), ("macro_f1", 4)]
+)
+def test_the_best_is_by_the_metric_of_the_config(metric, step, data, tmp_path, monkeypatch, capsys):
+    build = Run.build_hooks
+    monkeypatch.setattr(Run, "build_hooks", lambda *given: [*build(*given), Evaluated()])
+    settings = [f"BEST={metric}", "NUM_EPOCHS=4"]
+    train(data, tmp_path / "run", settings)
+    link = tmp_path / "run/checkpoints/best"
+    assert link.resolve().name == f"step-{step:08d}"
+    if step < 16:
+        figure = FIGURES[metric][step // 4 - 1]
+        assert f"best         {metric} {figure:.4f} at step {step} (" in capsys.readouterr().out
+    if metric == "macro_f1":
+        for other, best in ((metric, 4), ("mean_recall", 24)):
+            settings = [f"BEST={other}", f"NUM_EPOCHS={5 + (best > 4)}", "KEEP=1"]
+            train(data, tmp_path / "run", settings)
+            assert link.resolve().name == f"step-{best:08d}"
+        assert "BEST='mean_recall' from here on (was 'macro_f1'); the best starts anew" in (
+            capsys.readouterr().out
+        )
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_patience_ends_a_run_as_finished(gpus, data, tmp_path, capfd):
+    run = tmp_path / "run"
+    settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=5"]  # whose evaluations are equal
+    run_ranks(gpus, train, data, run, [*settings, "PATIENCE=2"], (9, False))
+    assert "ended" not in capfd.readouterr().out
+    for patience, end in ((2, 12), (2, 12), (3, 16), (9, 20)):
+        run_ranks(gpus, train, data, run, [*settings, f"PATIENCE={patience}"])
+        said = " ".join(capfd.readouterr().out.split())
+        is_early = end < 20
+        why = f"ended at step {end} of 20: {patience} evaluations without a better top1 (PATIENCE)"
+        finished = f"finished, at step {end} with"
+        assert (why in said or finished in said) == is_early
+        if finished in said:
+            assert "Extend it with --set PATIENCE=N (now 2)" in said
+        assert read_result(run)["trainer.json"]["trainer"]["evaluated_step"] == end
+        about = json.loads((run / "config.json").read_text())
+        assert about["plan"]["last_step"] == read_metrics(run)[-1]["step"] == end
+        assert read_trainer_state(run / "checkpoints/best")["trainer"]["step"] == 4
 
 
 def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_path, monkeypatch):

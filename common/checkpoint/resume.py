@@ -1,6 +1,7 @@
 """Which checkpoint a run resumes from, and which keys of the config may have changed since."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
 # ERASING_MODE="pixel") changes with how they are cut.
 HARMLESS = (
     "BATCH_SIZE",
+    "BEST",
     "CHECKPOINT_EVERY",
     "COMPILE",
     "DATA.download",
@@ -45,6 +47,7 @@ HARMLESS = (
     "MICRO_BATCH_SIZE",
     "MODEL.activation_checkpoint",
     "OUTPUT",
+    "PATIENCE",
     "TENSOR_PARALLEL_MODE",
     "TENSOR_PARALLEL_SIZE",
     "TIMEOUT",
@@ -58,6 +61,10 @@ HARMLESS = (
 # Changes of these are recorded in config.json, too, which a report shows; those of the others are
 # printed only.
 REPORTED = {"parallel", "zero"}
+NOTES = {  # on what follows where a key has changed
+    "NUM_EPOCHS": "; the learning rate follows the new schedule",
+    "BEST": "; the best starts anew",
+}
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:
@@ -146,8 +153,7 @@ def print_changes(about: Mapping[str, Any], start_from: Path) -> None:
     print(f"resuming from {start_from}")
     changed = changed_keys(start_from, about["config"])
     for key, (then, value) in changed.items():
-        note = "; the learning rate follows the new schedule" if key == "NUM_EPOCHS" else ""
-        print(f"{key}={value!r} from here on (was {then!r}){note}")
+        print(f"{key}={value!r} from here on (was {then!r}){NOTES.get(key, '')}")
     now = about["plan"]["dtype"]
     dtype = read_about(start_from)["starts"][-1].get("dtype")
     if dtype != now:
@@ -172,11 +178,15 @@ def add_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, An
     return {"starts": [*before["starts"], now], "config": config}
 
 
-def finished_step(path: Path, last_step: int) -> int | None:
-    """Return the step of checkpoint ``path`` if it ends a run of ``last_step`` steps, or None."""
-    state = read_trainer_state(path)["trainer"]
-    step = state["step"]
-    return step if step >= last_step and state["evaluated_step"] == step else None
+def finished_step(path: Path, last_step: int, patience: int | None) -> int | None:
+    """Return the step of checkpoint ``path`` if it ends a run, or None.
+
+    A run ends after ``last_step`` steps, or ``patience`` evaluations without a new best.
+    """
+    state = read_trainer_state(path)
+    step = state["trainer"]["step"]
+    is_over = step >= last_step or state["stale"] >= (patience or math.inf)
+    return step if is_over and state["trainer"]["evaluated_step"] == step else None
 
 
 def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
@@ -222,7 +232,7 @@ def check_changes(
     refused = {key: pair for key, pair in changed.items() if not _is_under(key, accepted)}
     if refused:
         allow = " ".join(f"--allow-change {key}" for key in refused)
-        is_finished = finished_step(path, last_step) is not None
+        is_finished = finished_step(path, last_step, config["PATIENCE"]) is not None
         state = "is finished" if is_finished else "would train differently"
         raise UserError(
             f"{show_changes(refused)}: the run in {output} {state}; keep the earlier values, start "

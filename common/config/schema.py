@@ -372,6 +372,13 @@ class Config(Section):
     KEEP: Natural = 2
     """newest checkpoints that are kept, beside the best"""
 
+    BEST: Literal["top1", "loss", "mean_recall", "macro_f1", "auroc"] = "top1"
+    """metric of the evaluation that `checkpoints/best` follows; the loss decides between equal
+    ones; `mean_recall`, `macro_f1`: means over the classes; `auroc`: of two classes"""
+
+    PATIENCE: Natural | None = None
+    """evaluations without a new best that end the run, as a finished one"""
+
     LEARNING_RATE: Positive
     """peak, at the end of warm-up"""
 

@@ -153,6 +153,10 @@ class Trainer(UpstreamTrainer):
                 if hasattr(loader, "close"):
                     loader.close()
 
+    def end_here(self) -> None:
+        """End the training at this step, as if it were the last; for hooks."""
+        self._max_steps = self.step
+
     def _collect_schedules(self) -> None:
         """List the schedules to resume; let those of hooks act once per optimizer step."""
         engine_schedule = getattr(self.engine.lr_scheduler, "schedule", None)

@@ -8,13 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, all_reduce
 from common.hardware import peak_memory
+from common.metrics.evaluation import Counts
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
 from common.resolutions import resolution_at
 
@@ -151,13 +151,13 @@ class MetricsHook(BaseHook):
         if trainer.device.type == "cuda":
             torch.cuda.synchronize()  # the steps in its queue are training's time
         self.paused = time.perf_counter()  # an evaluation does not count as training's time
-        self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)
+        self.counts = Counts(trainer.device)
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
-        self.totals += count_correct(output, label)
+        self.counts.add(output, label)
 
     def after_test(self, trainer: Trainer) -> None:
-        metrics = average(all_reduce(self.totals, ParallelMode.DATA))
+        metrics = self.counts.sum_over_ranks(ParallelMode.DATA)
         metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
         self._log("eval", trainer, metrics)
@@ -172,38 +172,6 @@ class MetricsHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         for logger in self.loggers.values():
             logger.close()
-
-
-def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64.
-
-    Labels of -100 do not count.
-    """
-    valid_B = labels_B >= 0
-    loss = F.cross_entropy(logits_BC.float(), labels_B, reduction="sum")
-    hits_BK = best_classes(logits_BC) == labels_B[:, None]
-    return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
-
-
-def average(totals: Tensor) -> dict[str, float]:
-    """Return the metrics of an evaluation from the sums of `count_correct`."""
-    loss, top1, top5, samples = totals.tolist()
-    return {
-        "loss": loss / samples,
-        "top1": top1 / samples,
-        "top5": top5 / samples,
-        "samples": int(samples),
-    }
-
-
-def best_classes(logits_BC: Tensor) -> Tensor:
-    """Return the five most probable classes [B, K], K <= 5.
-
-    They are -1 where the logits give no probabilities (NaN), so that no label equals them.
-    """
-    logits_BC = logits_BC.float()
-    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-    return best_BK.where(logits_BC.logsumexp(1, keepdim=True).isfinite(), -1)
 
 
 class PhaseClock:

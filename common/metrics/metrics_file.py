@@ -65,6 +65,9 @@ class Record(BaseModel):
     samples: Count = 0
     top1: Share = 0.0
     top5: Share = 0.0
+    mean_recall: Metric = None  # over the classes
+    macro_f1: Metric = None
+    auroc: Metric = None  # of two classes
 
     @model_validator(mode="after")
     def _is_measured(self) -> "Record":
@@ -86,6 +89,9 @@ CHARTS = {
     "loss": Chart("Loss"),
     "top1": Chart("Top-1 accuracy, %", 100),
     "top5": Chart("Top-5 accuracy, %", 100),
+    "mean_recall": Chart("Mean recall of the classes, %", 100),
+    "macro_f1": Chart("Macro F1, %", 100),
+    "auroc": Chart("Area under the ROC curve, %", 100),
     "lr": Chart("Learning rate"),
     "grad_norm": Chart("Gradient norm before clipping"),
     "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),

@@ -316,6 +316,11 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         _check_single_images(config)
     for resolution in plan.resolutions:
         check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
+    if config["BEST"] == "auroc" and model["num_classes"] not in (None, 2):
+        raise UserError(
+            f"BEST='auroc': of two classes only, these are {model['num_classes']}; set it to "
+            "mean_recall or macro_f1"
+        )
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)
 

@@ -1,6 +1,7 @@
 """A started run, as `start_run` returns it, and what it leaves in its folder."""
 
 import json
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,10 @@ class Run:
         unlock_folder(self.output)
         folder = self.output / "checkpoints"
         checkpoint = newest_checkpoint(folder)
+        ended = self.about["plan"]["last_step"]
+        is_early = self.is_main and ended < self.plan.last_step
+        if is_early:  # as the checkpoint's: that it is finished
+            write_config(self.output, self.about)
         stopped = stop_signals.agreed
         stop_signals.restore()
         if stopped:
@@ -141,6 +146,10 @@ class Run:
         if self.measurement or not self.is_main:
             return
         shown = short_path(self.output)
+        config = self.about["config"]
+        if is_early:
+            why = f"{config['PATIENCE']} evaluations without a better {config['BEST']} (PATIENCE)"
+            print(f"ended        at step {ended:,} of {self.plan.last_step:,}: {why}")
         print(f"curves       {shown}/loss.jpeg\n             {shown}/acc.jpeg")
         print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
@@ -162,7 +171,8 @@ class Run:
         ]
         if best and best[0]["step"] != evaluations[-1]["step"]:
             where = f"checkpoints/{checkpoint_path(folder, best[0]['step']).name}"
-            print(f"best         top1 {best[0]['top1']:.4f} at step {best[0]['step']} ({where})")
+            figure = f"{config['BEST']} {best[0].get(config['BEST'], math.nan):.4f}"
+            print(f"best         {figure} at step {best[0]['step']} ({where})")
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 
@@ -173,13 +183,17 @@ def read_records(output: Path, kind: str) -> list[Metrics]:
     return []
 
 
+def write_config(output: Path, about: dict[str, Any]) -> None:
+    """Write config.json at once: a reader, or a crash, finds the old one or the new."""
+    partial = output / ".config.partial"
+    own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
+    partial.replace(output / CONFIG)
+
+
 def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:
     """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
     try:
-        # a file that is complete at once: a reader, or a crash, finds the old one or the new
-        partial = output / ".config.partial"
-        own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
-        partial.replace(output / CONFIG)
+        write_config(output, about)
         # records after the checkpoint are of steps that are taken again
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
         # a disk that was full may have taken part of the last line

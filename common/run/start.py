@@ -196,11 +196,13 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
     check_changes(path, config, output, args.allow_change, plan.last_step)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
-    remedy = f"--set {longer}=N (now {config[longer]})"
     is_branch = not path.is_relative_to(output)
-    finished = None if is_branch else finished_step(path, plan.last_step)
+    patience = config["PATIENCE"]
+    finished = None if is_branch else finished_step(path, plan.last_step, patience)
     if finished is not None:
         unlock_folder(output)
+        limit = longer if finished >= plan.last_step else "PATIENCE"
+        remedy = f"--set {limit}=N (now {config[limit]})"
         return StartPoint(path, _describe_finished(output, finished, remedy))
     step = read_trainer_state(path)["trainer"]["step"]
     # a branch has to have a step of its own

@@ -1,4 +1,4 @@
-"""Evaluate a saved model: top-1, top-5, loss, a table of all classes, and the confusion matrix.
+"""Evaluate a saved model: each metric with its 95 % interval, all classes, the confusion matrix.
 
 python scripts/evaluate.py outputs/vit-b16
 torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 \
@@ -8,13 +8,15 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,12 +29,12 @@ from common.engine.collectives import gather
 from common.engine.groups import shutdown
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.predictor import Predictor
-from common.engine.upstream import ParallelMode, all_reduce
+from common.engine.upstream import ParallelMode
 from common.errors import UserError
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
-from common.metrics.hook import average, best_classes, count_correct
+from common.metrics.evaluation import Counts, auroc, average_classes
 from common.metrics.metrics_file import finite
 from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
 from common.plot import build_figure, save_figure
@@ -43,6 +45,8 @@ from common.tools.arguments import build_parser, name_classes
 AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
 NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN = 2000  # most classes of which there is a picture
+RESAMPLES = 1000  # of the bootstrap
+NORMAL_95 = 1.959964  # the normal distribution's quantile of 97.5 %
 
 
 def main(argv: list[str]) -> None:
@@ -152,26 +156,38 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
     return "-".join(parts)
 
 
+class Interval(NamedTuple):
+    """The limits of a confidence interval of 95 %."""
+
+    low: float
+    high: float
+
+
 class Tally:
-    """Count over the evaluation set: ``totals`` as `count_correct`, ``answers`` by sample."""
+    """Count over the evaluation set: ``metrics``, and ``answers`` and ``measured`` by sample."""
 
     def __init__(self, device: torch.device) -> None:
-        self.totals = torch.zeros(4, dtype=torch.float64, device=device)
+        self.counts = Counts(device)
         self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
+        self.losses: list[Tensor] = []  # [2, B], and of two classes how much more the second has
 
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
         """Count a batch; labels below 0 do not count."""
-        self.totals += count_correct(logits_BC, labels_B)
-        best_BK = best_classes(logits_BC)
+        best_BK = self.counts.add(logits_BC, labels_B)
         is_among_5_B = (best_BK == labels_B[:, None]).any(1).long()
         self.batches.append(torch.stack([labels_B, best_BK[:, 0], is_among_5_B]))
+        loss_B = F.cross_entropy(logits_BC.float(), labels_B, reduction="none")
+        margin_B = logits_BC[:, -1].double() - logits_BC[:, 0].double()
+        self.losses.append(torch.stack([loss_B.double(), margin_B]))
 
     def sum_over_ranks(self) -> None:
-        """Set ``answers``, as `describe_classes` takes them, and ``totals`` to all ranks'."""
-        local = torch.cat(self.batches, dim=1).cpu().numpy()
-        local = local[:, local[0] >= 0]  # not in `add`, where a GPU would have to wait
-        self.answers = np.concatenate(gather(local), axis=1)
-        all_reduce(self.totals, ParallelMode.GLOBAL)
+        """Set ``metrics`` to those of all ranks, and gather what `bootstrap` takes."""
+        labels = torch.cat(self.batches, dim=1).cpu().numpy()
+        losses = torch.cat(self.losses, dim=1).cpu().numpy()
+        kept = labels[0] >= 0  # not in `add`, where a GPU would have to wait
+        self.answers = np.concatenate(gather(labels[:, kept]), axis=1)
+        self.measured = np.concatenate(gather(losses[:, kept]), axis=1)
+        self.metrics = self.counts.sum_over_ranks(ParallelMode.GLOBAL)
 
 
 def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[list[int], str]:
@@ -208,14 +224,19 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
 
 def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]) -> None:
     """Write the results to ``output`` and print them; ``how``: by what labels were matched."""
-    metrics = average(tally.totals)
+    metrics = tally.metrics
+    classes = len(run.class_names)
+    right = int(np.count_nonzero(tally.answers[0] == tally.answers[1]))
+    intervals = {"top1": wilson_interval(right, tally.answers.shape[1])}
+    intervals |= bootstrap(tally.answers, tally.measured, classes)
     rows = describe_classes(run.class_names, tally.answers)
     about = {
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
         "data": run.config["DATA"]["root"],
     }
-    record = finite(metrics) | about | describe_run(argv)
+    limits = {name: finite(interval._asdict()) for name, interval in intervals.items()}
+    record = finite(metrics) | {"intervals_95": limits} | about | describe_run(argv)
     own_file(output / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
     files = "evaluation.json, classes.csv"
@@ -223,6 +244,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
     print_extremes(rows)
+    print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
     print_wrapped(f"results    {short_path(output)}: {files}", 11)
@@ -235,6 +257,65 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
             "the model's outputs are not finite (NaN); --set fp16=None computes in float32, or "
             "name an earlier checkpoint"
         )
+
+
+def describe_metrics(
+    metrics: Mapping[str, float], intervals: Mapping[str, Interval]
+) -> list[dict[str, str]]:
+    """Return a row for each metric, with its interval."""
+    return [
+        {
+            "metric": name,
+            "value": f"{metrics[name]:.4f}",
+            "95 % interval": f"{low:.4f} to {high:.4f}",
+            "by": "Wilson" if name == "top1" else f"bootstrap, {RESAMPLES:,} resamples",
+        }
+        for name, (low, high) in intervals.items()
+    ]
+
+
+def wilson_interval(right: int, samples: int) -> Interval:
+    """Return Wilson's score interval of 95 % for a share, ``right`` of ``samples``."""
+    share = right / samples
+    spread = NORMAL_95**2 / samples
+    middle = share + spread / 2
+    half = NORMAL_95 * math.sqrt(share * (1 - share) / samples + spread / (4 * samples))
+    return Interval((middle - half) / (1 + spread), (middle + half) / (1 + spread))
+
+
+def bootstrap(answers: np.ndarray, measured: np.ndarray, classes: int) -> dict[str, Interval]:
+    """Return the 95 % interval of each metric but top-1, by name: percentiles of resamples.
+
+    ``answers`` as in `describe_classes`; ``measured`` [2, samples]: loss, and the score of class 1
+    of two. The same at every call.
+    """
+    labels, best, is_among_5 = answers
+    losses, scores = measured
+    samples = len(labels)
+    if classes == 2 and not np.isnan(scores).any():
+        # ranks, which sort faster
+        scores = np.unique(scores, return_inverse=True)[1]
+    right = np.where(labels == best, labels, classes)
+    answered = np.where(best >= 0, best, classes)
+    generator = np.random.default_rng(0)
+    rows = []
+    for _ in range(RESAMPLES):
+        # how often each sample is drawn
+        times = np.bincount(generator.integers(samples, size=samples), minlength=samples)
+        counts = [np.bincount(of, times, classes + 1)[:-1] for of in (labels, right, answered)]
+        row = {"top5": is_among_5 @ times / samples, "loss": losses @ times / samples}
+        row |= average_classes(np.stack(counts))
+        if classes == 2:
+            row["auroc"] = auroc(labels, scores, times)
+        rows.append(row)
+    return {name: _middle_95([row[name] for row in rows]) for name in rows[0]}
+
+
+def _middle_95(values: Sequence[float]) -> Interval:
+    """Return the percentiles 2.5 and 97.5 of the values that are finite; NaN without any."""
+    # a resample without one of two classes has no AUROC
+    known = [value for value in values if math.isfinite(value)]
+    return Interval(*(np.percentile(known, (2.5, 97.5)).tolist() if known else (math.nan,) * 2))
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
@@ -289,7 +370,7 @@ def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
         return
     print(f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1")
     print(f"{format_table(ordered[:AT_EACH_END])}\n")
-    print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}\n")
+    print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}")
 
 
 def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> None:

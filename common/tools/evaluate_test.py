@@ -10,7 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
+from sklearn.metrics import (
+    confusion_matrix,
+    f1_score,
+    precision_score,
+    recall_score,
+    top_k_accuracy_score,
+)
 from torchvision.datasets import ImageFolder
 
 from common.checkpoint.saved_run import SavedRun
@@ -88,7 +94,19 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     for name, row, wrong in zip(NAMES, rows, mistakes, strict=True):
         mistake = f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
         assert (row["class"], row["mistaken for"]) == (name, mistake)
-    shown = [row[1] for row in tables(capsys.readouterr().out)][2:]
+    said = capsys.readouterr().out
+    expected = {
+        "top1": np.mean(np.equal(labels, answers.numpy())),
+        "mean_recall": recall.mean(),
+        "macro_f1": f1_score(labels, answers, average="macro"),
+    }
+    intervals = read(run)["intervals_95"]
+    for name, value in expected.items():
+        assert read(run)[name] == pytest.approx(value)
+        low, high = intervals[name].values()
+        assert low <= value <= high
+        assert f"| {name} | {value:.4f} | {low:.4f} to {high:.4f} |" in " ".join(said.split())
+    shown = [row[1] for row in tables(said) if len(row) == len(rows[0])][2:]
     worst_first = sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))
     assert shown == [row["class"] for row in worst_first]
     evaluate.print_extremes(rows * 2)

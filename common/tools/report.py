@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
+from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.plot import build_figure
 from common.text import counted
@@ -212,11 +214,14 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 
 def _best_top1(run: RecordedRun) -> str:
-    evaluations = [line for line in run.of_kind("eval") if math.isfinite(line["loss"])]
-    if not evaluations:
+    """Return the evaluation of checkpoints/best, with the metric of BEST if that is another."""
+    metric = run.about["config"].get("BEST", "top1")
+    ranks = [(rank_evaluation(line, metric) or Best(), line) for line in run.of_kind("eval")]
+    rank, best = max(ranks, key=itemgetter(0), default=(Best(), {}))
+    if rank == Best():  # none, or no finite one
         return ABSENT
-    best = max(evaluations, key=lambda line: (line["top1"], -line["loss"]))  # as checkpoints/best
-    return f"{best['top1']:.2%} at step {best['step']:,}"
+    by = "" if metric == "top1" else f", {metric} {best[metric]:.4f}"
+    return f"{best['top1']:.2%} at step {best['step']:,}{by}"
 
 
 def _wall_time(run: RecordedRun) -> str:

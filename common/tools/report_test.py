@@ -144,6 +144,21 @@ def test_summary(tmp_path, monkeypatch, drawn):
     assert drawn[-1] == [[[5, 0.25]]]
 
 
+def test_the_best_evaluation_is_that_of_best(tmp_path):
+    records = [evaluation(step, 0.5, loss=3.0 - step) | {"auroc": 0.1} for step in (1, 2)]
+    records += [
+        evaluation(3, 0.25, loss=9.0) | {"auroc": 0.2},
+        evaluation(4, 0.75) | {"auroc": None},
+    ]
+    for best, said in {
+        "loss": "50.00% at step 2, loss 1.0000",
+        "auroc": "25.00% at step 3, auroc 0.2000",
+        "macro_f1": "-",  # of a run of an earlier version
+    }.items():
+        summary, *_ = tables_of(make(write_run(tmp_path / "run", records, {"BEST": best})))
+        assert summary["Top-1, best evaluation"] == [said]
+
+
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path, drawn):
     run = write_run(
         tmp_path / "run", [train(1, loss=2.0), train(2000, loss=None)], plan={"last_step": 4000}

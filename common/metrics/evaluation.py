@@ -1,0 +1,131 @@
+"""What an evaluation measures, and which of two is better.
+
+The counts of all samples by class suffice for each metric but AUROC, so that ranks add a few
+numbers. scikit-learn would want every sample's answer; torchmetrics has states of its own for each.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.collectives import gather
+from common.engine.upstream import ParallelMode, all_reduce
+
+
+class Best(NamedTuple):
+    """How good an evaluation is; the greater one is better."""
+
+    score: float = -1.0  # the metric of BEST, or the user's score
+    negative_loss: float = 0.0  # decides between equal scores
+
+
+def rank_evaluation(figures: Mapping[str, float | None], metric: str) -> Best | None:
+    """Return how good an evaluation is by ``metric``, the config's BEST; None if it is not finite.
+
+    The ``score`` of a hook of the user's goes before the metric.
+    """
+    # with equal scores the loss decides alone
+    default = 0.0 if metric == "loss" else figures.get(metric)
+    score = figures.get("score", default)
+    loss = figures["loss"]
+    if score is None or loss is None or not math.isfinite(score + loss):
+        return None
+    return Best(score, -loss)
+
+
+class Counts:
+    """The counts of an evaluation, on the device. Labels below 0, of padding, do not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        # sum of cross-entropy, top-1 hits, top-5 hits, samples
+        self.totals = torch.zeros(4, dtype=torch.float64, device=device)
+        # samples, correct answers and answers [3, C + 1]; the last column is of what does not count
+        self.by_class: Tensor | None = None
+        self.scored: list[Tensor] = []  # of two classes, labels and scores [2, B] of each batch
+
+    def add(self, logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+        """Count a batch; return its most probable classes, as `best_classes`."""
+        loss = F.cross_entropy(logits_BC.float(), labels_B, reduction="sum")
+        best_BK = best_classes(logits_BC)
+        hits_BK = best_BK == labels_B[:, None]
+        is_valid_B = labels_B >= 0
+        self.totals += torch.stack(
+            [loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), is_valid_B.sum()]
+        )
+        classes = logits_BC.shape[1]
+        if self.by_class is None:
+            self.by_class = self.totals.new_zeros(3, classes + 1)
+        ones_B = self.totals.new_ones(len(labels_B))
+        answers_B = best_BK[:, 0].where(is_valid_B, -1)
+        right_B = labels_B.where(hits_BK[:, 0], -1)
+        for row, classes_B in zip(self.by_class, (labels_B, right_B, answers_B), strict=True):
+            row.index_add_(0, classes_B.where(classes_B >= 0, classes), ones_B)
+        if classes == 2:
+            margins_B = logits_BC[:, 1].double() - logits_BC[:, 0].double()
+            self.scored.append(torch.stack([labels_B.double(), margins_B]))
+        return best_BK
+
+    def sum_over_ranks(self, mode: ParallelMode) -> dict[str, float]:
+        """Return the metrics of the samples of all ranks of the group ``mode``.
+
+        ``mean_recall`` is over the classes that have samples. ``macro_f1`` is also over those that
+        are answered. ``auroc`` is of two classes only, and NaN where one has no samples.
+        """
+        assert self.by_class is not None
+        sums = all_reduce(torch.cat([self.totals, self.by_class.flatten()]), mode).cpu()
+        loss, top1, top5, samples = sums[:4].tolist()
+        metrics: dict[str, float] = {
+            "loss": loss / samples,
+            "top1": top1 / samples,
+            "top5": top5 / samples,
+        }
+        metrics |= average_classes(sums[4:].view_as(self.by_class)[:, :-1].numpy())
+        if self.scored:
+            # of all ranks: those of a tensor-parallel group repeat their samples equally often
+            gathered = gather(torch.cat(self.scored, dim=1).cpu().numpy())
+            labels, scores = np.concatenate(gathered, axis=1)
+            is_valid = labels >= 0
+            metrics["auroc"] = auroc(labels[is_valid], scores[is_valid])
+        return metrics | {"samples": int(samples)}
+
+
+def average_classes(counts_3C: np.ndarray) -> dict[str, float]:
+    """Return ``mean_recall`` and ``macro_f1`` of samples, correct answers, answers by class."""
+    samples_C, right_C, answers_C = counts_3C
+    is_present_C = samples_C > 0
+    is_known_C = samples_C + answers_C > 0
+    recall = right_C[is_present_C] / samples_C[is_present_C]
+    f1 = 2 * right_C[is_known_C] / (samples_C + answers_C)[is_known_C]
+    return {"mean_recall": float(recall.mean()), "macro_f1": float(f1.mean())}
+
+
+def auroc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = None) -> float:
+    """Return the probability that a sample of class 1 scores above one of class 0.
+
+    Equal scores count half. A sample counts ``weights`` times.
+    """
+    if np.isnan(scores).any():
+        return math.nan
+    weights = np.ones(len(labels)) if weights is None else weights
+    values, places = np.unique(scores, return_inverse=True)
+    negatives, positives = (
+        np.bincount(places, weights * (labels == label), minlength=len(values)) for label in (0, 1)
+    )
+    pairs = negatives.sum() * positives.sum()
+    below = np.cumsum(negatives) - negatives
+    return float(positives @ (below + negatives / 2) / pairs) if pairs else math.nan
+
+
+def best_classes(logits_BC: Tensor) -> Tensor:
+    """Return the five most probable classes [B, K], K <= 5.
+
+    They are -1 where the logits give no probabilities (NaN), so that no label equals them.
+    """
+    logits_BC = logits_BC.float()
+    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+    return best_BK.where(logits_BC.logsumexp(1, keepdim=True).isfinite(), -1)

@@ -1,0 +1,89 @@
+"""The metrics of an evaluation are scikit-learn's, on ranks that padding fills too."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest
+from sklearn.metrics import f1_score, recall_score, roc_auc_score
+
+from common.engine.upstream import ParallelMode
+from common.metrics.evaluation import Counts, auroc
+from common.testing.ranks import launched, run_ranks
+from common.tools import evaluate
+
+
+def draw(classes: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits, some of which are equal, and labels of all classes but the last of many."""
+    generator = torch.Generator().manual_seed(classes)
+    logits = torch.randint(5, (samples, classes), generator=generator).float()
+    # no two equal in a row, as whose class is then the first is not defined
+    logits += torch.arange(classes) / 10
+    known = max(2, classes - 1)
+    return logits, torch.randint(known, (samples,), generator=generator)
+
+
+def measure(classes: int, samples: int, size: int) -> dict[str, float]:
+    """Return the metrics on this rank of ``size``; its last samples are padding."""
+    logits, labels = draw(classes, samples)
+    with launched() as _:
+        counts = Counts(torch.device("cpu"))
+        rank = torch.distributed.get_rank()
+        mine = torch.arange(rank, math.ceil(samples / size) * size, size)
+        padded = torch.where(mine < samples, labels[mine % samples], -100)
+        for batch, label in zip(logits[mine % samples].split(4), padded.split(4), strict=True):
+            counts.add(batch, label)
+        return counts.sum_over_ranks(ParallelMode.DATA)
+
+
+@pytest.mark.parametrize(("classes", "ranks"), [(2, 1), (2, 3), (6, 1), (6, 3)])
+def test_metrics_are_scikit_learns(classes, ranks):
+    logits, labels = draw(classes, 23)
+    expected = {
+        "top1": np.mean(logits.argmax(1).numpy() == labels.numpy()),
+        "loss": torch.nn.functional.cross_entropy(logits, labels).item(),
+        "mean_recall": recall_score(labels, logits.argmax(1), average=None, zero_division=np.nan),
+        "macro_f1": f1_score(labels, logits.argmax(1), average="macro"),
+        "samples": 23,
+    }
+    expected["mean_recall"] = np.nanmean(expected["mean_recall"])
+    if classes == 2:
+        expected["auroc"] = roc_auc_score(labels, logits[:, 1] - logits[:, 0])
+    for metrics in run_ranks(ranks, measure, classes, 23, ranks):
+        assert metrics.pop("top5") >= metrics["top1"]
+        assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_auroc_that_is_not_defined_is_nan():
+    assert math.isnan(auroc(np.ones(3), np.arange(3.0)))
+    assert math.isnan(auroc(np.arange(2), np.array([0.0, math.nan])))
+
+
+@pytest.mark.parametrize("right", [0, 7, 23])
+def test_wilson_is_scipys(right):
+    expected = binomtest(right, 23).proportion_ci(method="wilson")
+    assert evaluate.wilson_interval(right, 23) == pytest.approx(tuple(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("classes", [2, 6])
+def test_bootstrap_is_that_of_scikit_learns_metrics(classes, monkeypatch):
+    monkeypatch.setattr(evaluate, "RESAMPLES", 50)
+    logits, labels = draw(classes, 60)
+    answers, truth = logits.argmax(1).numpy(), labels.numpy()
+    margins = (logits[:, -1] - logits[:, 0]).numpy()
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
+    found = evaluate.bootstrap(
+        np.stack([truth, answers, truth == answers]), np.stack([losses, margins]), classes
+    )
+    generator = np.random.default_rng(0)
+    drawn = [generator.integers(60, size=60) for _ in range(50)]
+    metrics = {
+        "loss": lambda index: losses[index].mean(),
+        "macro_f1": lambda index: f1_score(truth[index], answers[index], average="macro"),
+    }
+    if classes == 2:
+        metrics["auroc"] = lambda index: roc_auc_score(truth[index], margins[index])
+    for name, metric in metrics.items():
+        expected = np.percentile([metric(index) for index in drawn], (2.5, 97.5))
+        assert found[name] == pytest.approx(tuple(expected))

@@ -56,7 +56,7 @@ def test_a_finished_run_is_left_as_it_is(train, trained):
     assert re.search(said, ended.words)
     for setting, line in {
         "LEARNING_RATE=5": " .was 0.01.: .* is finished; .*--resume .*--allow-change LEARNING_RATE",
-        "MODEL.depth=7": ".* is of another architecture .* .--init takes",
+        "MODEL.depth=7": ".* cannot be resumed with other values; .* .--init takes",
     }.items():
         ended = train("--set", setting, code=2)
         assert ended.stdout == ""

@@ -71,7 +71,7 @@ def _open(root: Path, allow_download: bool) -> DataSet:
             description=DOWNLOAD,
         )
     try:
-        # MD5 sums are verified before anything is unpickled: a pickle may run code
+        # MD5 sums are verified before anything is unpickled: a pickle may run code.
         train = CIFAR10(root, train=True)
         test = CIFAR10(root, train=False)
     except (RuntimeError, OSError) as error:

@@ -55,7 +55,7 @@ def check(root: Path) -> None:
 def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
     check(root)
     new = tmp_path / "new"
-    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/")  # where nobody listens
+    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/")  # nobody listens there
     for download, words in (
         (False, "DATA.root=.* has no cifar-10-batches-py/.*DATA.download=True"),
         (True, "9/: "),

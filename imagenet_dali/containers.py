@@ -221,7 +221,7 @@ def _list_rows(table: ParquetTable, path: Path, container: str) -> list[Labelled
     listing = []
     columns = [table.labels, f"{table.images}.path"]
     for group in range(table.file.num_row_groups):
-        # without the images' content: only the columns that are needed are read
+        # Only these columns are read: not the images' content.
         rows = table.file.read_row_group(group, columns, use_threads=False).to_pylist()
         for number, row in enumerate(rows):
             image = row[table.images] or {}  # None is refused when it is decoded

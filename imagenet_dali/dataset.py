@@ -113,6 +113,7 @@ class TFRecordSplit(ImageSplit):
         """Return what `read` does for consecutive records of one shard, in one read of the file."""
         # Python's integers: NumPy's are slow one by one.
         rows = self.records[first:end].tolist()
+        # All lie in one shard, one after the other: a block never crosses shards.
         shard, start, *_ = rows[0]
         _, last, size, *_ = rows[-1]
         try:
@@ -124,6 +125,7 @@ class TFRecordSplit(ImageSplit):
             data = view[offset - start :]
             try:
                 unframe(data[:size])
+                # A view, without a copy; it keeps the bytes of the whole span in memory.
                 records.append((data[image_start : image_start + image_size], label))
             except BadSampleError as error:
                 records.append(self.fault(index, error))
@@ -142,6 +144,7 @@ class TFRecordSplit(ImageSplit):
         blocks_S = -(-ends_S // nbytes)
         # The block, within its shard, that a record's first byte is in.
         block_N = offsets_N * blocks_S[shards_N] // ends_S[shards_N]
+        # A block starts where the shard or the block within it changes.
         starts = np.flatnonzero(np.diff(shards_N) | np.diff(block_N)) + 1
         return np.concatenate([[0], starts, [len(self)]])
 
@@ -176,6 +179,7 @@ def open_split(root: Path, split: str) -> TFRecordSplit:
         remedy = f"--split names another, and prepare --split {split} writes one"
         raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; {remedy}")
     entries = manifest.splits[split].shards
+    # Names and sizes only: --check hashes, and each record's checksum is verified as it is read.
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")
     return TFRecordSplit(

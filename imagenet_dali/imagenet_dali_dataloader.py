@@ -52,7 +52,7 @@ class RawBatch(NamedTuple):
     crops: Crops
     uniforms: np.ndarray
     labels: np.ndarray
-    samples: int  # without padding, which is last
+    samples: int  # rows before the padding
     size: int  # pixels of its result
 
 
@@ -106,7 +106,7 @@ def decode_and_resize(
 def decodes_windows() -> bool:
     """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
     pipeline = decode_windows(lambda: (), batch_size=1, num_threads=1, device_id=None)
-    pipeline.build()  # loads nvJPEG, while it is there
+    pipeline.build()  # loads nvJPEG, as long as the pipeline exists
     version = nvjpeg_version()
     del pipeline
     name = f"nvJPEG {'.'.join(map(str, version))}"
@@ -176,7 +176,7 @@ class DaliReader:
         return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
-        # DALI must finish the batches of a pass that was left early before it takes a new one
+        # DALI must finish the batches of a pass that was left early before it takes a new one.
         self._raw_batches = iter(())
         while self._run() is not None:
             pass
@@ -187,7 +187,7 @@ class DaliReader:
                 pending.append(partial(self._finish, *decoded))
             else:
                 pending.append(self._resize(*decoded))
-            # the threads resize one more while this one is used
+            # The threads resize one more while this one is used.
             if self.resizes or len(pending) > 1:
                 yield pending.popleft()()
         for finish in pending:
@@ -204,6 +204,7 @@ class DaliReader:
         for draw, records in self.records.read(draws):
             samples = len(records)
             indices = np.maximum(draw.indices, 0)
+            # DALI needs an image in every row: padding shows the first one, and becomes zeros.
             if samples < len(indices):
                 records = records + [self.split.read(0)] * (len(indices) - samples)
             rows = self.split.records[indices]
@@ -242,9 +243,10 @@ class DaliReader:
         """Return the oldest batch in flight and what DALI made of it; None at a pass's end."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
-            # on torch's stream: DALI reuses the memory only after the work queued there
+            # On torch's stream: DALI reuses the memory only after the work that is queued there.
             outputs = self._pipeline.run(stream)
         except StopIteration:
+            # DALI takes no inputs after the end of a pass until it is reset.
             self._pipeline.reset()
             return None
         except (RuntimeError, MemoryError) as error:
@@ -256,7 +258,9 @@ class DaliReader:
         images = _shift(torch.from_dlpack(outputs[0].as_tensor()), raw.crops)
         if self.augment:
             images = self.augment.augment_batch(
-                images.clone(), raw.uniforms[:, -self.augment.uniforms :]
+                # A copy, since `augment_batch` works in place and the memory is DALI's.
+                images.clone(),
+                raw.uniforms[:, -self.augment.uniforms :],
             )
         return self._normalized(images, raw)
 
@@ -298,6 +302,7 @@ class DaliReader:
                 f"DALI has too little memory on the {memory} to decode a batch of {self.batch} "
                 "images: lower MICRO_BATCH_SIZE, or raise gradient_accumulation"
             )
+        # DALI does not name the record: a strict decoder finds it among the batches in flight.
         for raw in self._in_flight:
             for index, data in zip(raw.indices, raw.jpegs, strict=True):
                 try:
@@ -311,6 +316,7 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
     """Move mirrored images as ``crops.shift`` says, since DALI cannot pad by reflection."""
     if not crops.shift.any():
         return images_BCYX
+    # The images are mirrored already: their columns move the other way.
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
     rows_BY, columns_BX = (
         to_device(reflected(images_BCYX.shape[2], shift), images_BCYX.device) for shift in shifts

@@ -38,7 +38,8 @@ def test_rgb_jpeg_passes_byte_for_byte(options):
 WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
 GOOD, START, END = jpeg(subsampling=0), b"\xff\xda", b"\xff\xd9"
-EDITS = {  # of which libjpeg only warns
+# Of these libjpeg only warns.
+EDITS = {
     "bytes before the end marker": (END, bytes(65) + END),
     "JFIF revision 0": (b"JFIF\0\1", b"JFIF\0\0"),
     "bad ICC marker": (START, b"\xff\xe2\0\x10ICC_PROFILE\0\1\2" + START),

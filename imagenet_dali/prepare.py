@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         else:
             options = {name: getattr(args, name) for name in OPTIONS}
             prepare(Path(args.source), Path(args.dest), args.workers, args.max_refused, **options)
-    except OSError as error:  # such as a full disk, which names no file
+    except OSError as error:  # a full disk, for one, names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
     except KeyboardInterrupt as stopped:
@@ -197,6 +197,7 @@ def prepare(
     listed = list_source(source, validation_share, split, by_count=by_count, table=table)
     print_wrapped(listed.summary)
     print_wrapped(f"{split or 'validation'}: {listed.validation}")
+    # All that the result depends on: a rerun with another job is refused.
     job = dict(
         source=printable(source.resolve()),
         files=listed.fingerprint,
@@ -283,6 +284,7 @@ def plan_shards(source: ImageListing, shards: int | None) -> dict[str, Files]:
     plan = {}
     for split, files in source.splits.items():
         # Shards are read in blocks, which have to be random samples of the classes.
+        # A string as the seed: Python hashes it the same way in every process and version.
         shuffled = _shuffle(files, source.positions, random.Random(f"0/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
@@ -301,7 +303,7 @@ def _shuffle(files: Files, positions: Mapping[str, Position], rng: random.Random
     # Sorted: the order must not depend on how the folder was listed.
     for file in sorted(files):
         position = positions.get(file[0])
-        block = ("", 0)  # one for all images that are read one by one
+        block = ("", 0)  # one block for all images that are read one by one
         if isinstance(position, RowPosition) and len(files) > IMAGES_PER_WINDOW:
             block = (position.container, position.row_group)
         blocks[block].append(file)
@@ -332,14 +334,14 @@ def _is_complete(dest: Path, job: dict[str, Any], earlier: dict[str, Any] | None
     Raises `UserError` if another job has claimed it, or `dest` holds other files.
     """
     if earlier is None:
-        # a failed attempt leaves its list of refused images
+        # A failed attempt leaves its list of refused images.
         if dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
             raise UserError(
                 f"{dest}: not empty and not a data set; choose an empty folder for DEST"
             )
         write_file(dest / PARTIAL / JOB, json.dumps(job).encode())
         return False
-    # the fingerprint of the files is one of the values
+    # The fingerprint of the files is one of the values.
     changed = [key for key, value in job.items() if earlier.get(key) != value]
     if changed:
         raise UserError(

@@ -89,7 +89,7 @@ class ImageListing:
         """A checksum over names, labels, sizes and times of the images, which are not read."""
         parts: list[object] = [*self.class_names]
         for name, label in sorted(itertools.chain(*self.splits.values())):
-            # a position tells its size; where the content of a container changes, its time does
+            # A position tells its size. If the content of a container changes, its time does.
             state = self.positions.get(name) or file_state(self.root / name)
             parts += [name, label, *state]
         for container in sorted({position.container for position in self.positions.values()}):

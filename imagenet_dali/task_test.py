@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "imagenet_dali.writer.is_turned", lambda _: False
-        )  # as in adopted shards: shown as stored
+        )  # adopted shards have such records, which are shown as stored
         prepare(folder / "images", folder / "shards")
     return folder / "images"
 

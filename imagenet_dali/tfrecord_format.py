@@ -53,6 +53,7 @@ class BadSampleError(ValueError):
 def masked_crc(data: bytes | memoryview) -> bytes:
     """Return the CRC-32C of ``data``, rotated and offset as TFRecord stores it."""
     crc = crc32c(data)
+    # Python's integers do not wrap around: cut to 32 bits.
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
 
@@ -98,4 +99,5 @@ def build_example(
         feature[f"image/{key}"].int64_list.value.append(value)
     for key, value in strings.items():
         feature[f"image/{key}"].bytes_list.value.append(value)
-    return example.SerializeToString(deterministic=True)  # protobuf maps have no order of their own
+    # Protobuf's maps have no order: without this, equal images may give other bytes.
+    return example.SerializeToString(deterministic=True)

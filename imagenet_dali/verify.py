@@ -50,6 +50,7 @@ def check(root: Path, workers: int) -> list[str]:
         read_table(root, manifest, name)
     entries = [entry for split in manifest.splits.values() for entry in split.shards]
     faults = list(find_faults(root, entries))
+    # Hashing takes minutes: what names and sizes show is said at once.
     if faults:
         return faults
     paths = [root / entry.name for entry in entries]
@@ -159,7 +160,7 @@ def _find_shards(root: Path, word: str) -> list[str]:
     return sorted(
         path.relative_to(root).as_posix()
         for path in paths
-        # DALI's tfrecord2idx writes an index beside each shard
+        # DALI's tfrecord2idx writes an index beside each shard.
         if path.is_file() and path.suffix != ".idx" and not path.name.startswith(".")
     )
 
@@ -201,8 +202,8 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
     """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
     low = present[0]
     high = present[-1]
-    # without a label 0 either the first class has no images, or labels count from 1, as
-    # TensorFlow's of ImageNet; only a label of the last class tells
+    # If no label is 0, either the first class has no images, or labels count from 1, as those of
+    # TensorFlow's ImageNet. Only a label of the last class tells.
     if class_names and low and high != len(class_names):
         names = f"{len(class_names)} names counted from 0 and from 1"
         raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
@@ -247,7 +248,7 @@ def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
     """
     try:
         features = Example.FromString(payload).features.feature
-        # protobuf gives an empty list for a key that is missing
+        # Protobuf gives an empty list for a key that is missing.
         (image,) = features["image/encoded"].bytes_list.value
         (label,) = features["image/class/label"].int64_list.value
     except (DecodeError, ValueError) as error:

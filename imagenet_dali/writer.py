@@ -95,7 +95,8 @@ def parallel_map(
             for future in completed:
                 yield future.result()
         except BrokenProcessPool as error:
-            time.sleep(0.5)  # Ctrl-C ends workers too, and may be handled there first
+            # Ctrl-C ends workers too: give this process the time to handle it first.
+            time.sleep(0.5)
             raise UserError(
                 f"--workers={workers}: a worker process died, perhaps for lack of memory; "
                 "rerun the command with fewer workers"
@@ -115,6 +116,7 @@ def write_shard(task: ShardTask) -> FinishedShard:
     """Write one shard and a report of it, unless an earlier call has."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file():
+        # An interrupted preparation resumes: the report is written after its shard.
         report = json.loads(report_path.read_bytes())
         return _finished(**report)
     rows = []
@@ -137,7 +139,7 @@ def write_shard(task: ShardTask) -> FinishedShard:
             shard.write(record)
             digest.update(record)
             offset += len(record)
-            converted += image is not content  # an image that is kept is the same object
+            converted += image is not content  # the same object if it was kept as it is
     report = {
         "name": task.name,
         "sha256": digest.hexdigest(),
@@ -175,6 +177,7 @@ def _read(task: ShardTask, number: int, in_memory: dict[RowPosition, bytes]) -> 
             ahead = task.positions[number : number + ROWS_IN_MEMORY]
             rows = [row for row in ahead if isinstance(row, RowPosition)]
             in_memory |= read_rows(task.source, rows)
+        # Each row is used once: memory holds only those ahead.
         return in_memory.pop(position)
     with (task.source / position.container).open("rb") as tar:
         tar.seek(position.offset)
@@ -194,13 +197,15 @@ def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, in
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of harmless metadata
             return _convert(data, short_side)
-    except (BadSampleError, MemoryError):  # too little memory is no fault of the image
+    # Too little memory is no fault of the image.
+    except (BadSampleError, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:
         raise BadSampleError(
             f"{UNREADABLE}not one of {', '.join(FORMATS)}, or a JPEG of 12 bits"
         ) from error
-    except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
+    # Pillow's decoders raise a dozen unrelated types for damaged files.
+    except Exception as error:
         raise BadSampleError(UNREADABLE + first_line(error)) from error
 
 
@@ -237,6 +242,7 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
     if target < shorter:
         height, width = (round(side * target / shorter) for side in pixels.shape[:2])
         pixels = np.asarray(Image.fromarray(pixels).resize((width, height), RESAMPLING))
+    # 444: without chroma subsampling, which would lose colour a second time.
     return simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "444"), *pixels.shape[:2]
 
 
@@ -289,12 +295,13 @@ def write_file(path: Path, content: bytes) -> None:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a fixed name: a restart overwrites what a killed process left
+    # A fixed name: a restart overwrites what a killed process left.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
+            # On disk before it gets its name: a power failure leaves no half file of that name.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

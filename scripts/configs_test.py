@@ -42,7 +42,7 @@ def test_the_quickstarts_digits_are_scikit_learns(tmp_path):
     assert image.size == (32, 32)
     assert abs(found - digits.images[1796]).mean() == pytest.approx(
         0.762, abs=0.006
-    )  # of the enlargement
+    )  # the enlargement changes the pixels so much
 
 
 def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         "caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip"
-    )  # where nobody listens
+    )  # nobody listens there
     ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"], code=2)
     assert (
         "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in ended.words

@@ -40,7 +40,7 @@ def trained(train: Train, folder: Path) -> Path:
     evaluation = read_metrics(folder / "run")[-1]
     assert ended.stdout.splitlines()[-1] == f"top1={evaluation['top1']:.4f}"
     assert f"epoch 2: top1 {evaluation['top1']:.4f}, top5 " in ended.stdout
-    first, *_, last = ended.stderr.splitlines()  # of its progress: whole lines, not a bar
+    first, *_, last = ended.stderr.splitlines()  # its progress is whole lines, not a bar
     steps = evaluation["step"]
     assert f" 0/{steps} " in first
     assert re.search(rf"{steps}/{steps} .*loss=.*img/s=.*top1={evaluation['top1']:.3f}", last)
@@ -97,7 +97,7 @@ def test_a_branch_and_an_extension_train(train, trained, tmp_path):
     train(*branch, code=2)
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
     start = json.loads((branch[1] / "trainer.json").read_text())["trainer"]["step"]
-    for stop in (1, start):  # where there is nothing to train
+    for stop in (1, start):  # there is nothing left to train
         refused = train(*branch, f"--set=MAX_STEPS={stop}", code=2).stderr
         assert f"error: MAX_STEPS={stop} ends at step {stop}, " in refused
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1

@@ -51,8 +51,8 @@ FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)  # what no checkpoi
 MARKER = "COMPLETE"
 BEST = "best"
 BEST_FILE = "best.txt"
-VERSION = 1  # of trainer.json; raise it when a field that is read changes its meaning
-MAX_BYTES = 1 << 40  # of a file that is read: a sparse one may claim any size
+VERSION = 1  # trainer.json's; raise it when a field that is read changes its meaning
+MAX_BYTES = 1 << 40  # greatest size of a file that is read: a sparse one may claim any
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Tensors = dict[str, Tensor]
 
@@ -123,7 +123,7 @@ class LoaderPosition(ExtensibleRecord):
 
 class Scaler(ExtensibleRecord):
     scale: float
-    tracker: int = Field(alias="_growth_tracker")  # as torch names it
+    tracker: int = Field(alias="_growth_tracker")  # torch's name for it
 
 
 class Updates(ExtensibleRecord):

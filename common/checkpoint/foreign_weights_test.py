@@ -18,7 +18,8 @@ def test_the_encoder_of_mae_gets_a_norm_for_the_mean_of_its_patches(tmp_path):
     theirs = VisionTransformer(**timm_arguments(**MODEL, num_classes=7))
     saved = nn.ModuleDict({"model": nn.ModuleDict({"backbone": theirs})}).state_dict()
     saved |= {"model.backbone.mask_token": torch.ones(1), "decoder_embed.weight": torch.ones(1)}
-    torch.save({"state_dict": saved, "epoch": 1}, tmp_path / "last.ckpt")  # as Lightning's
+    # Lightning's checkpoints look like this.
+    torch.save({"state_dict": saved, "epoch": 1}, tmp_path / "last.ckpt")
     ours, expected = build_model(**MODEL, pool="avg", num_classes=7), theirs.state_dict()
     assert load_pretrained(ours, str(tmp_path / "last.ckpt")).endswith(
         "last.ckpt (names without model.backbone.); a new norm for the mean of the patches, "

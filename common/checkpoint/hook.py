@@ -95,7 +95,7 @@ class CheckpointHook(BaseHook):
         self.about = about
         self.keep = keep
         self.start_from = start_from
-        # where these are equal, ranks do the same work and draw the same random numbers
+        # If these are equal, a rank does the same work and draws the same random numbers as before.
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
         self.every_steps = math.inf
         self.every_seconds = math.inf
@@ -199,7 +199,7 @@ class CheckpointHook(BaseHook):
         set_activity("saving a checkpoint")
         try:
             self.wait()
-        except UserError as error:  # of the write before
+        except UserError as error:  # The write before has failed.
             warn(f"{error}; training continues")
         content: dict[str, Tensors | bytes] = {
             **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)

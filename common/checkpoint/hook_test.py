@@ -191,7 +191,7 @@ def test_saves_when_due_and_marks_the_best(gpus, every, keep, steps, data, tmp_p
     best = max(evaluations, key=lambda r: (r["top1"], -r["loss"]))
     assert (
         gpus > 1 or [r["top1"] for r in evaluations].count(best["top1"]) > 1
-    )  # of equals, the lower loss
+    )  # equals are there: the lower loss decides
     assert [
         int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")
     ] == steps

@@ -70,7 +70,7 @@ def test_the_newest_is_chosen(tmp_path):
     (first / "trainer.json").write_text("")
     with pytest.raises(
         UserError, match="none of the 2 checkpoints can be resumed"
-    ):  # and it starts from nothing never
+    ):  # it must not start from nothing
         choose_checkpoint("auto", tmp_path)
 
 

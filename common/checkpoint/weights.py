@@ -117,7 +117,8 @@ def _open_hub(name: str) -> OpenedWeights:
 
     hub_id = name.removeprefix(HUB)
     preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
-    weights = load_state_dict_from_hf(hub_id, weights_only=True)  # not the default of an older timm
+    # An older timm's default, `weights_only=False`, would run code in the file.
+    weights = load_state_dict_from_hf(hub_id, weights_only=True)
     return OpenedWeights(
         weights, describe_model(architecture, arguments, preprocessing), preprocessing
     )
@@ -128,14 +129,15 @@ def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
     saved = load_file(file) if file.suffix == ".safetensors" else read_torch_file(file)
     weights, notes = unwrap_weights(saved, f"{name}: {file.name}", raw)
     about = _read_description(file)
-    if "config" in about:  # a run's
+    if "config" in about:  # the description is a run's
         names = {"label_names": about.get("data", {}).get("class_names")}
         return OpenedWeights(weights, about["config"]["MODEL"], names)
     if "architecture" not in about:
         return OpenedWeights(weights, *describe_arguments(saved), "; ".join(notes))
     # older files have timm's pretrained_cfg at the top
     preprocessing = {**about, **about.get("pretrained_cfg", {})}
-    if about["architecture"] == "none":  # which export.py writes for what timm does not have
+    # export.py writes "none" for a model that timm does not have.
+    if about["architecture"] == "none":
         return OpenedWeights(weights, about["model_args"], preprocessing)
     return OpenedWeights(
         weights,
@@ -207,7 +209,8 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
             f"{name}: does not say of which model it is: name timm's with --set MODEL.timm=NAME"
         )
     classes = about.get("num_classes")
-    if classes is None:  # of a file, whose head tells
+    # A file may not say it: then the head tells.
+    if classes is None:
         head = about["classifier"]
         head = head if isinstance(head, str) else head[0]
         classes = len(weights.get(f"{head}.weight", ()))
@@ -245,12 +248,14 @@ def _configure(
     timms = resolve_data_config(pretrained_cfg=about, use_test_size=True)
     data = data_of(timms)
     notes = []
-    if "interpolation" not in data:  # then the default is in force
+    # Without it the default is in force.
+    if "interpolation" not in data:
         notes.append(f"images are resized bilinearly here, not {timms['interpolation']}")
     if timms["crop_mode"] == "squash":
         notes.append("the centre is cut out here, timm squashes images")
     trained = model["image_size"]
-    if about.get("test_input_size"):  # larger, for some models without a fixed size
+    # Some models without a fixed size are evaluated at a larger one.
+    if about.get("test_input_size"):
         model["image_size"] = about["test_input_size"][-1]
     values = REQUIRED | {"MICRO_BATCH_SIZE": BATCH, "MODEL": model, "DATA": data}
     config = restore_config(values, settings, where=source)

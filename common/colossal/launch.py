@@ -19,7 +19,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     """
     parser = upstream.get_default_parser()
     parser.set_defaults(backend=None)
-    parser.add_argument("--local-rank", type=int)  # as torch.distributed.launch writes it
+    parser.add_argument("--local-rank", type=int)  # torch.distributed.launch writes it so
     return parser
 
 
@@ -42,7 +42,7 @@ def launch_from_slurm(
     config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
 ) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
-    # as the originals' srun commands set them
+    # The srun commands of Colossal-AI's examples set one of these.
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 

@@ -131,7 +131,7 @@ logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
 assert Accuracy()(logits, labels) == 3
 assert CrossEntropyLoss()(logits, labels) == nn.functional.cross_entropy(logits, labels)
 """
-# which does not import AMP_TYPE
+# Colossal-AI's printed configs use AMP_TYPE without an import.
 OWN_FILE = """
 MY_KEY = 7
 TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None

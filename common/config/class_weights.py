@@ -6,8 +6,8 @@ from typing import Any
 from common.config.plan import DataSummary
 from common.errors import UserError
 
-BETA = 0.999  # of the effective number of images
-UNEQUAL = 3  # times the smallest class, above which the sizes are named
+BETA = 0.999  # the paper's beta: the effective number of images is at most 1 / (1 - BETA)
+UNEQUAL = 3  # sizes are named if the largest class has more than so many times the smallest
 
 
 def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[float] | None:

@@ -28,7 +28,7 @@ CONFIGS = Path(configs.__path__[0])
 RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}
 # Defined in each config without an import, as in Colossal-AI's printed examples.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
-Overrides = Mapping[str, Any]  # by dotted name, as {"NUM_EPOCHS": 9, "MODEL.depth": 6}
+Overrides = Mapping[str, Any]  # values by dotted name: {"NUM_EPOCHS": 9, "MODEL.depth": 6}
 
 
 def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:

@@ -158,7 +158,8 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
         return f"{where}unknown key {starts[0]}{suggest_key(starts[0], keys)}"
     if problem["type"] == "missing" and key == starts[0]:
         return f"{where}{key} is missing: {keys[key].description}"
-    if problem["type"] == "value_error":  # of the section ``key`` as a whole
+    # The section ``key`` as a whole is wrong.
+    if problem["type"] == "value_error":
         return f"{key}.".removeprefix(".") + str(problem["ctx"]["error"])
     value = flatten(values).get(key, problem["input"])
     return f"{key}={value!r}"[:150] + f": expected {values_of(keys[key])}"
@@ -196,7 +197,7 @@ class Options(Section):
         """Note the default of an option with each choice that has it."""
         super().__pydantic_init_subclass__()
         for name, field in cls.model_fields.items():
-            choices: dict[Any, list[str]] = {}  # by default
+            choices: dict[Any, list[str]] = {}  # {default: the choices that have it}
             for choice, defaults in cls.TAKES.items():
                 if name in defaults:
                     choices.setdefault(defaults[name], []).append(choice.removeprefix("AMP_TYPE."))

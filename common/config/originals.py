@@ -107,6 +107,7 @@ def _rename(values: dict[str, Any], old: str, new: str) -> str:
         values[section] = value
     else:
         inside = values.get(section) or {}
-        if isinstance(inside, Mapping):  # else the schema refuses it
+        # The schema refuses a section that is no dict.
+        if isinstance(inside, Mapping):
             values[section] = {**inside, key: value}
     return f"{old} as {new}={value!r}"

@@ -135,7 +135,7 @@ def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[R
     end = 0
     for epochs, size, *stated in config["IMAGE_SIZES"]:
         end += epochs
-        # as MICRO_BATCH_SIZE, no larger than what a process has
+        # Like MICRO_BATCH_SIZE, no larger than what a process has of the global batch.
         own = min(*stated, samples) if stated else micro
         if samples % own or own < micro:
             raise UserError(

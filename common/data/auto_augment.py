@@ -79,6 +79,7 @@ class Policy:
             types_B = tables.types[drawn_B]
             order_B = np.argsort(types_B, kind="stable")
             counts = np.bincount(types_B, minlength=len(TYPES)).tolist()
+            # One transfer to the device for both.
             rows, operations = to_device(np.stack([order_B, drawn_B[order_B]]), images.device)
             ordered = images[rows]
             slices = zip(ordered.split(counts), operations.split(counts), strict=True)
@@ -94,6 +95,7 @@ class Policy:
         """Return an operation with both signs of a level's magnitude, or twice if it has none."""
         magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
         magnitudes = magnitudes_of(bins, height, width)
+        # Operations such as Invert have no magnitudes.
         magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
         return [(name, -magnitude if is_signed else magnitude), (name, magnitude)]
 
@@ -120,6 +122,7 @@ class Policy:
         first = self.fill + 1
         pixels = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
         sources = apply_to(pixels, MOVES).astype(np.int64) - first
+        # The fill value has become -1: such a pixel comes from outside.
         sources[sources < 0] = height * width
         values = apply_to(np.arange(256, dtype=np.uint8)[None], TABLES)
         factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)
@@ -183,6 +186,7 @@ class AutoAugment(Policy):
         # A pair has four operations: the first with either sign, then the second.
         drawn_B2 = 4 * pair_B[:, None] + [0, 2] + (2 * sign_B2).astype(int)
         identity = 4 * len(self.pairs)
+        # An operation that is not applied is the identity: all images then have equally many.
         return np.where(applied_B2 < self.probabilities[pair_B], drawn_B2, identity)
 
 
@@ -202,6 +206,7 @@ class TimmRandAugment:
         }
         self.transform = rand_augment_transform(text, options)
         for operation in self.transform.ops:
+            # timm's own passes 0 bits to Pillow, which may refuse them.
             if operation.aug_fn is posterize:
                 operation.aug_fn = _posterize
 
@@ -243,6 +248,7 @@ def auto_contrast(images: Tensor, *_: Any) -> Tensor:
     """
     low = images.amin((2, 3), keepdim=True).float()
     high = images.amax((2, 3), keepdim=True).float()
+    # Where a channel has one value this divides by 0: `torch.where` does not take the result.
     stretched = (images - low) * (255 / (high - low))
     return torch.where(high > low, stretched, images)
 

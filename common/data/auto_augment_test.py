@@ -13,7 +13,7 @@ from common.data.auto_augment import AutoAugment, RandAugment
 RANDOM = np.random.default_rng(0)
 NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
 IMAGE = Image.fromarray(NOISE).resize((31, 20), Image.Resampling.BICUBIC)
-# where the last bit of a value may differ
+# Of these operations the last bit of a value may differ.
 ROUNDED = ("Color", "AutoContrast")
 
 

@@ -68,6 +68,7 @@ class BatchAugment(TrainLoader):
 
     def __iter__(self) -> Iterator[Blended]:
         batches = iter(self.loader)
+        # `iter` above has set the position to the start of this pass.
         state = self.loader.state_dict()
         epoch = state["epoch"]
         # A range test may be longer than the training: without last epochs all are blended.

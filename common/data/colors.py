@@ -43,6 +43,7 @@ def augment_colors(
     pixels = images.mul_(std_C11).add_(mean_C11).round_()
     if three_augment:
         for number, change in enumerate((grey, solarise, blur)):
+            # Chosen on the host: it knows their number without waiting for a GPU.
             (chosen,) = np.nonzero(np.floor(3 * uniforms[:, 0]) == number)
             if len(chosen):
                 rows = to_device(chosen, images.device)
@@ -90,6 +91,7 @@ def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Ten
     """Return images with those factors, each [B, 1, 1, 1], applied."""
     grey_level = luma(pixels)
     average = grey_level.mean((1, 2, 3), keepdim=True)
+    # Saturation does not change the mean grey level, from which contrast extrapolates.
     pixels = torch.lerp(average, torch.lerp(grey_level, pixels, saturation), contrast)
     return (brightness * pixels).clamp_(0, 255)
 

@@ -66,6 +66,7 @@ class RandomCrop:
         share_BT = low + (high - low) * uniforms[:, AREAS]
         area_BT = shape.prod(1, keepdims=True) * share_BT
         low, high = np.log(self.ratio)
+        # height x width is the area, width / height the ratio.
         ratio_BT = np.exp(low + (high - low) * uniforms[:, RATIOS])
         heights_BT = np.rint(np.sqrt(area_BT / ratio_BT))
         widths_BT = np.rint(np.sqrt(area_BT * ratio_BT))
@@ -74,6 +75,7 @@ class RandomCrop:
         # Take the first try that lies inside the image, else the largest central crop.
         fits_BT = np.all((tries_BT2 > 0) & (tries_BT2 <= shape[:, None]), axis=2)
         accepted_B1 = np.any(fits_BT, axis=1)[:, None]
+        # argmax of booleans: the first True, or 0 if there is none.
         first_B2 = tries_BT2[np.arange(len(shape)), fits_BT.argmax(1)]
         size_B2 = np.where(accepted_B1, first_B2, self._central(shape))
         position_B2 = np.floor(uniforms[:, POSITION] * (shape - size_B2 + 1))

@@ -33,7 +33,7 @@ def write_archive(path: Path, *members: str) -> Path:
     [
         ["data/one", "data/../../../evil"],
         ["other"],
-        [],  # and what is left of it after a cut
+        [],  # a cut archive, below
     ],
 )
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, members):

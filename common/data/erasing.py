@@ -7,9 +7,9 @@ from torch import Tensor
 from common.data.crops import CROP_UNIFORMS, RandomCrop
 from common.data.loader import to_device
 
-# area and aspect ratio of the erased rectangle, as in torchvision and timm
+# Area and aspect ratio of the erased rectangle, as in torchvision and timm.
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
-# the rectangle, and whether the image is erased
+# The crop's numbers choose the rectangle, one more whether the image is erased.
 ERASING_UNIFORMS = CROP_UNIFORMS + 1
 
 
@@ -22,7 +22,7 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     batch, _, height, width = images.shape
     crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
     stop_B2 = crops.start + crops.shape
-    # nothing lies before 0, so an image that is not erased has an empty rectangle
+    # An image that is not erased has an empty rectangle: nothing lies before 0.
     stop_B2[uniforms[:, CROP_UNIFORMS] >= probability] = 0
     top_B1, left_B1 = to_device(crops.start, images.device).split(1, dim=1)
     bottom_B1, right_B1 = to_device(stop_B2, images.device).split(1, dim=1)
@@ -31,6 +31,7 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     x = torch.arange(width, device=images.device)
     rows_BY = (top_B1 <= y) & (y < bottom_B1)
     columns_BX = (left_B1 <= x) & (x < right_B1)
+    # A mask for the whole batch: a loop over images would launch kernels for each.
     erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
     if mode == "const":
         images.masked_fill_(erased_B1YX, 0)

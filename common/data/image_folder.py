@@ -63,7 +63,7 @@ def list_folders(path: Path) -> list[str]:
     Raises `UserError` for a link to nothing, which may have been one.
     """
     names = []
-    # knows which are folders without asking for each file, of which there may be a million
+    # scandir knows which are folders without asking for each file: there may be a million.
     with os.scandir(path) as entries:
         for entry in entries:
             if _is_hidden(entry.name):
@@ -135,7 +135,7 @@ def list_files(path: Path, ignored: list[Path] | None = None) -> list[Path]:
     cannot be read raises OSError.
     """
     images = []
-    visited = set()
+    visited = set()  # real paths, since links are followed
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
         # In place: os.walk follows the folders that are left.
         subfolders[:] = sorted(name for name in subfolders if not _is_hidden(name))
@@ -176,6 +176,7 @@ def file_state(path: Path) -> tuple[int, int]:
     try:
         state = path.stat()
     except OSError:
+        # Such a file must not refuse the data set here: reading it names it.
         return -1, 0
     return state.st_size, state.st_mtime_ns
 

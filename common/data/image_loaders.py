@@ -80,6 +80,7 @@ class ImageReader:
     def _read(self, draws: Iterator[Draw]) -> Batches:
         for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
             self._bad.add(bad)
+            # Asked on the host, where the labels are still: a GPU's answer would be waited for.
             has_padding = NO_LABEL in labels
             images, labels = (to_device(array, self.device) for array in (images_BHWC, labels))
             images = self._normalize(images.permute(0, 3, 1, 2).contiguous())
@@ -145,6 +146,7 @@ def load_image(
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
+    # Prepared records were decoded strictly once: the fast decoder suffices.
     decode = decode_jpeg if split.is_prepared else decode_image
     try:
         return decode(data), label
@@ -189,6 +191,7 @@ def build_train_loader(
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, sampler.dp_size, device)
+    # Smaller images may come in larger micro-batches, and DALI reserves memory for the largest.
     largest = max([micro_batch, *(each.micro_batch for each in sampler.resolutions)])
     reader = build_reader(images, crop, augment=augment, batch=largest, **options)
     return Loader(sampler, reader)

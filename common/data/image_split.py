@@ -74,6 +74,7 @@ class ImageSplit(ABC):
 
         Shards of other tools may be sorted by class.
         """
+        # Too few images to tell.
         if len(self) < 100:
             return True
         equal_by_chance = np.square(np.bincount(self.labels) / len(self)).sum()

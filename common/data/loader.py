@@ -65,6 +65,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         self._pass.close()
+        # A pass that was left early (`close` above) is not continued: the next epoch begins.
         epoch, start = self._position = self._next_pass
         self._next_pass = (epoch + 1, 0)
         self._pass = self._batches(epoch, start)
@@ -95,6 +96,7 @@ class Loader:
             done = start
             for images, labels in batches:
                 done += len(labels) * self.sampler.dp_size
+                # Set before the yield: a checkpoint during this step counts the batch as used.
                 self._position = self._after(epoch, done)
                 yield images, labels
 

@@ -58,6 +58,7 @@ def cut_and_paste(
     top, bottom = _span(height, lam, center[0])
     left, right = _span(width, lam, center[1])
     box = images[..., top:bottom, left:right]
+    # `flip` copies, so that both images of a pair get the other's original box.
     box.copy_(box.flip(0))
     pasted_area = (bottom - top) * (right - left)
     return images, _two_labels(labels, 1 - pasted_area / (height * width))
@@ -65,8 +66,10 @@ def cut_and_paste(
 
 def _span(size: int, lam: float, center: float) -> tuple[int, int]:
     """Return where the box starts and ends along a side of ``size`` pixels."""
+    # Both sides are scaled by this root: the area then is 1 - lam of the image's.
     length = int(size * math.sqrt(1 - lam))
     start = int(size * center) - length // 2
+    # A box that is cut at the edge is smaller: its labels' weights follow it.
     return max(start, 0), min(start + length, size)
 
 

@@ -84,6 +84,7 @@ class RecordReader:
                 nbytes += self.split.span_bytes(first, end)
             readings.append((held[first], index - first))
             if is_last:
+                # Pending draws still refer to the records; they are freed with the last of these.
                 del held[first]
         return _Pending(draw, readings, nbytes)
 
@@ -138,15 +139,17 @@ class WorkerPool:
         """Fork the workers, unless they are there; they end with this process."""
         if self.workers and not self._pool:
             context = multiprocessing.get_context("fork")
+            # The pool does not name its workers: they are the children that are new.
             others = multiprocessing.active_children()
             self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))
-            self._pool.submit(int)  # forks all workers
+            self._pool.submit(int)  # any task: the first one forks all workers
             self._processes = [
                 process for process in multiprocessing.active_children() if process not in others
             ]
 
     def close(self) -> None:
         """End the workers."""
+        # A worker may be in the middle of an image: its result is not wanted.
         for process in self._processes:
             process.kill()
         if self._pool:

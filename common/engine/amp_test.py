@@ -159,7 +159,8 @@ def test_stays_near_float32(name, optimizer_name):
 
 def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
     with launched_clipping(**config):
-        return [train(name, "lamb", steps=2) for name in IN_PARALLEL]  # where a step takes long
+        # Two steps only: one takes long here.
+        return [train(name, "lamb", steps=2) for name in IN_PARALLEL]
 
 
 @pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])

@@ -90,6 +90,7 @@ class Engine(UpstreamEngine):
         super().backward(loss)
         if self.noise_scale:
             self.noise_scale.add_micro_batch()
+        # All that is neither pass, such as the update and waiting for data.
         self.on_phase("rest")
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -106,6 +107,7 @@ class Engine(UpstreamEngine):
             set_communication(self.model, model.training, is_last)
         with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):
             output = model(*inputs, **named_inputs)
+        # The loss is computed in float32, whatever the precision of the model.
         return tree_map_only(Tensor, _in_float32, output)
 
 
@@ -188,6 +190,7 @@ def initialize(
     # Before it is compiled: compiling traces what the layers call.
     precision.apply(model)
     step_optimizer = _build_step_optimizer(model, optimizer, precision, config)
+    # Before the model is wrapped in DDP: its blocks are compiled one by one.
     compiles = config.get("COMPILE", False)
     if should_compile(compiles, device.type):
         compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
@@ -241,6 +244,7 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"
             )
+    # Upstream's optimizer knows nothing of shards: its trust ratios would be wrong in silence.
     if isinstance(optimizer, UpstreamLamb) and has_shards:
         raise UserError(
             "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "

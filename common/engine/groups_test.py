@@ -30,7 +30,8 @@ def groups(config: dict) -> tuple:
 
 def groups_of_two_launches() -> list[tuple]:
     """Launch in 1d, then as a single process, for which upstream would keep the size of 2."""
-    tensor_parallel_env.vocab_parallel = True  # as building a classifier of many classes does
+    # Building upstream's classifier of many classes sets it.
+    tensor_parallel_env.vocab_parallel = True
     together = groups({"parallel": {"tensor": {"mode": "1d", "size": 2}}})
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     return [together, groups({})]

@@ -29,7 +29,8 @@ def wait_for_the_others() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def compute() -> None:  # or wait for a GPU, where no error tells of the lost rank
+def compute() -> None:
+    # Stands for waiting for a GPU too: no error tells of the lost rank.
     time.sleep(1000)
 
 
@@ -145,7 +146,7 @@ def join(absent: int, seeds: str, *backends: str) -> list[str]:
     said: list[str] = []
     if rank == absent:
         return said
-    lost_ranks.LATE = 0.2  # of this forked process
+    lost_ranks.LATE = 0.2  # changes this forked process only
     lost_ranks.print_wrapped = lambda text, **_: said.append(text)
     shared = {"SEED": seeds[rank], "EMA": "0.9"}
     with pytest.raises(UserError) as caught:
@@ -156,7 +157,7 @@ def join(absent: int, seeds: str, *backends: str) -> list[str]:
 def test_ranks_that_do_not_join_or_differ_are_named():
     waits = "for 0.2 s so far; RANK and WORLD_SIZE are set, --world_size 1 overrules them"
     first, _, third = run_ranks(SIZE, join, 1, "000", "gloo", "", "gloo")
-    assert first[0].startswith("waiting for rank 1")  # or 1, 2, on a busy machine
+    assert first[0].startswith("waiting for rank 1")  # on a busy machine it is "1, 2"
     assert first[0].endswith(f" of 3 processes, {waits}")
     assert first[1:] == third == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"]
     said, refused = run_ranks(SIZE, join, 0, "000", "", "gloo", "gloo")[1]

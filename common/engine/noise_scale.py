@@ -104,13 +104,11 @@ class NoiseScale:
             if not parameter.requires_grad:
                 continue
             shard = getattr(shards[name], "shard", Shard())
-            group = shard.replicated_over
-            copies = 1 if group is None else gpc.get_world_size(group)
             if _is_partial(shard):
-                take = partial(self._keep, (copies, shard.summed_over), order.index(name))
+                take = partial(self._keep, (shard.copies, shard.summed_over), order.index(name))
             else:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
-                take = partial(self._measure, copies, dtype)
+                take = partial(self._measure, shard.copies, dtype)
             parameter.register_hook(take)
 
     def _measure(self, copies: int, dtype: torch.dtype, grad: Tensor) -> None:
@@ -144,6 +142,7 @@ class NoiseScale:
         count = self.accumulated * gpc.get_world_size(ParallelMode.DATA)
         self.accumulated = 0
         self.squares = torch.zeros_like(self.squares)
+        # A single gradient does not tell signal and noise apart.
         if count == 1:
             return
         if scaler:
@@ -153,6 +152,7 @@ class NoiseScale:
         signal = (count * big - small) / (count - 1)
         noise = micro_batch * (small - big) / (1 - 1 / count)
         averages = torch.lerp(self.averages, torch.stack([signal, noise]), 1 - DECAY)
+        # A skipped step changes nothing; decided on the device, for which the host does not wait.
         self.averages = torch.where(big.isfinite(), averages, self.averages)
 
     def value(self) -> Tensor:

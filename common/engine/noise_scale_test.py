@@ -37,7 +37,7 @@ def train(engine: Engine, batches: Iterator[Any], steps: int) -> list[float]:
     averages = all_reduce(scale.averages, ParallelMode.GLOBAL) / gpc.get_world_size(
         ParallelMode.GLOBAL
     )
-    # whose weights, 1 - DECAY for the last step, have a sum below 1
+    # The averages' weights, 1 - DECAY for the last step, have a sum below 1.
     return [*(averages / (1 - DECAY**steps)).tolist(), scale.value().item()]
 
 

@@ -58,7 +58,7 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
     scaler = engine.optimizer.scaler
     for step in range(3):
         before = state_bytes(model, optimizer)
-        # as a script's own loop does
+        # A script's own loop calls these.
         for _ in range(ACCUMULATION):
             engine.zero_grad()
             engine.execute_schedule(batches)
@@ -162,8 +162,9 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
         for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
             update(first, gradient)
         state = first.optimizer.step_state()
-        resumed.optimizer.load_step_state(state | {"scaler": None})  # of another dtype
-        state["scaler"]["growth_interval"] += 1  # of a run with other options
+        # A run in another dtype has no scaler; one with other options has another interval.
+        resumed.optimizer.load_step_state(state | {"scaler": None})
+        state["scaler"]["growth_interval"] += 1
         resumed.optimizer.load_step_state(state)
         state["scaler"]["growth_interval"] -= 1
         assert resumed.optimizer.step_state() == state

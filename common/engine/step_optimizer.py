@@ -162,7 +162,7 @@ class StepOptimizer(OptimizerWrapper):
     def update(self) -> None:
         """Update the weights, or skip the update if ``grad_norm`` is not finite."""
         self.accumulated = 0
-        found_inf = (~self.grad_norm.isfinite()).float()  # stays on the device
+        found_inf = (~self.grad_norm.isfinite()).float()  # stays on the device: no wait
         self._step_unless(found_inf)
         if self.statistics:
             self._restore_statistics()
@@ -190,6 +190,7 @@ class StepOptimizer(OptimizerWrapper):
             self.optim.found_inf = found_inf
             self.optim.step()
             del self.optim.found_inf
+        # The optimizer cannot skip on the device: the host has to wait for the answer.
         elif not found_inf.item():
             self.optim.step()
         else:

@@ -126,6 +126,7 @@ class Trainer(UpstreamTrainer):
         """
         self._max_epochs = epochs
         self._max_steps = max_steps
+        # Micro-batches that fill no step are left out.
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         if not self._steps_per_epoch:
             raise UserError(
@@ -247,7 +248,7 @@ class Trainer(UpstreamTrainer):
     def _timed(self, dataloader: Any) -> Iterator[Any]:
         """Yield the batches; add the time that each takes to ``data_wait``."""
         batches = iter(dataloader)
-        end = object()
+        end = object()  # a loader may yield None
         while True:
             started = time.perf_counter()
             batch = next(batches, end)

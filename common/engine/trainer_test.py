@@ -101,7 +101,7 @@ def test_counts_with_accumulation(monkeypatch):
         (1, False, 2, 0),
         (2, True, 3, 1),
     ]
-    # of the last step, and of the next
+    # The rates are (last step's, next step's).
     assert rates.seen("after_train_iter") == [(0, 1), (1, 1 / 2), (1, 1 / 2), (1 / 2, 1 / 3)]
     assert (trainer.steps_per_epoch, trainer.data_wait) == (2, 4)
     trainer.load_state_dict(trainer.state_dict())

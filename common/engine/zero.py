@@ -150,6 +150,7 @@ def set_communication(model: FSDPModule, is_training: bool, is_last: bool) -> No
     model.set_reshard_after_forward(is_sharded or not is_training)
     # The root's parameters are the first that the backward pass needs.
     model.set_reshard_after_forward(not is_training, recurse=False)
+    # With stage 1 full gradients add up over the micro-batches; the last pass reduces the sum.
     model.set_reshard_after_backward(is_sharded or is_last)
     model.set_requires_gradient_sync(is_sharded or is_last)
 
@@ -160,6 +161,7 @@ def collect_gradients(parameters: Iterable[Tensor]) -> None:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
             grad = source.grad.to_local()
+            # FSDP would add the next step's gradient to it.
             source.grad = None
             # A gradient that is there already is the NaN of `StepOptimizer._poison`.
             parameter.grad = grad if parameter.grad is None else grad + parameter.grad

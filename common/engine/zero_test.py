@@ -47,7 +47,7 @@ def train(stage: int | None) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage):
-    ranks = stage + 1  # of four, two have nothing of sequence pooling's one row
+    ranks = stage + 1  # with four, two have an empty shard of sequence pooling's one row
     found, expected = (run_ranks(ranks, train, each)[0] for each in (stage, None))
     for name, losses in found.items():
         rounding = 2e-5 if "float16" in name.split() else 1e-6

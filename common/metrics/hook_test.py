@@ -45,7 +45,7 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
         engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)
         logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)
         metrics = MetricsHook(plan, tmp_path, peak_samples_per_s={8: 4, 16: 2}, **logging)
-        # with an evaluation between two records
+        # An evaluation lies between two records.
         Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
     assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
@@ -57,5 +57,5 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     assert lines[-1]["grad_norm"] == pytest.approx(norm)
     assert (lines[-1]["lr"], lines[-1]["skipped"]) == (0.1, 0)
-    # of equal micro-batches
+    # All micro-batches are equal: there is no noise.
     assert lines[-1]["noise_scale"] == pytest.approx(0, abs=1e-3)

@@ -79,7 +79,7 @@ class Guarded:
             return action(*args)
         # Whatever its type: a tracker must not end the run.
         except Exception as error:
-            self.logger = None  # so that a tracker that is down does not delay every record
+            self.logger = None  # a tracker that is down must not delay every record
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
 

@@ -118,7 +118,7 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     top = rows[0]["smoothed"]
     if math.isfinite(top):
         margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
-        axes.set_ylim(bottom - margin, top + margin)  # without the diverged end
+        axes.set_ylim(bottom - margin, top + margin)  # the diverged end is not shown
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     place_legend(axes)
     save_figure(figure, path)

@@ -62,7 +62,7 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
 
 
 def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
-    groups = [{"lr": 0.0, "initial_lr": 0.1 * 0.65}, {"lr": 0.1}]  # as where WARMUP_LR=0
+    groups = [{"lr": 0.0, "initial_lr": 0.1 * 0.65}, {"lr": 0.1}]  # WARMUP_LR=0 sets such rates
     trainer: Any = SimpleNamespace(
         engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)), device="cpu"
     )

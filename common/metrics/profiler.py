@@ -38,7 +38,8 @@ class ProfilerHook(Measurement):
             self.profile.start()
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        trainer.evaluated_step = trainer.step  # so that no evaluation is due where an epoch ends
+        # No evaluation is then due at the end of an epoch.
+        trainer.evaluated_step = trainer.step
         if self.is_main and trainer.update_done:
             self.profile.step()
 

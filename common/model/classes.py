@@ -30,6 +30,7 @@ def match_classes(known: Sequence[Sequence[str]], names: Sequence[str]) -> list[
         if named == wanted:
             return [*range(len(named))]
         for label, name in enumerate(named):
+            # A name that two classes have means neither.
             labels[name] = label if labels.get(name, label) == label else None
     return [labels.get(name) for name in wanted]
 
@@ -57,7 +58,7 @@ def order_classes(
     natural = sorted(names, key=natural_key)
     if order:
         return natural if order == "timm" else [*names], ""
-    keys = [*map(natural_key, names)]  # equal for names that differ in case alone
+    keys = [*map(natural_key, names)]  # names that differ only in case have equal keys
     is_clear = all(first < second for first, second in pairwise(keys))
     timms = "" if is_clear else f", timm's is {list_some(natural)} (--class-order timm)"
     return [*names], (

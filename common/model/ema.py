@@ -42,6 +42,7 @@ class EmaHook(BaseHook):
         if not trainer.update_done:
             return
         step = trainer.step
+        # Without a warm-up the limit is 0 in step 1: the averages begin at its weights.
         limit = (1 + step) / (10 + step) if self.warmup else step - 1
         decay = min(self.decay, limit)
         # 0 if the update was skipped. On the device: the host does not wait for it.
@@ -49,6 +50,7 @@ class EmaHook(BaseHook):
         weights = [p.detach().float() for p in self.averaged.values()]
         averages = list(self.averages.values())
         changes = torch._foreach_sub(weights, averages)
+        # A NaN would stay NaN times 0: a skipped update leaves finite weights behind.
         torch._foreach_mul_(changes, (1 - decay) * is_applied)
         torch._foreach_add_(averages, changes)
 

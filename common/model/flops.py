@@ -26,10 +26,10 @@ PEAKS = {
     "H100": (989.4, 494.7, 66.9),
     "A100": (312.0, 156.0, 19.5),
     "L40S": (362.0, 183.2, 91.6),
-    "V100": (125.0, 15.7, 15.7),  # in float16; it has neither TF32 nor bfloat16
+    "V100": (125.0, 15.7, 15.7),  # 16 bits are float16: it has neither TF32 nor bfloat16
 }
 MEASURING = 0.15  # seconds
-# With the CPU's attention, which torch 2.11 does not count; its arguments begin as the GPU's.
+# torch 2.11 does not count the CPU's attention. Its arguments begin as the GPU's do.
 ATEN = torch.ops.aten
 FORMULAS = {
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
@@ -95,7 +95,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     gpu = known_gpu(name)
-    if gpu is None or "MIG" in name:  # a slice of a GPU
+    # A MIG device is a slice of the GPU that its name says.
+    if gpu is None or "MIG" in name:
         return _measure_peak(device, dtype)
     half, tf32, single = PEAKS[gpu]
     full = single if torch.get_float32_matmul_precision() == "highest" else tf32
@@ -111,16 +112,16 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of the matrix products in `MEASURING` seconds."""
     size = 8192 if device.type == "cuda" else 1024
     if device.type == "cpu" and dtype != torch.float32 and not is_fast(name_dtype(dtype)):
-        size = 192  # also takes milliseconds
+        size = 192  # takes milliseconds even without instructions for the dtype
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     fastest = math.inf
     end = time.perf_counter() + MEASURING
     while time.perf_counter() < end or fastest == math.inf:
         started = time.perf_counter()
-        (matrix @ matrix)[0, 0].item()  # waits for the device
+        (matrix @ matrix)[0, 0].item()  # `item` waits for the device
         fastest = min(fastest, time.perf_counter() - started)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own peak
+        torch.cuda.reset_peak_memory_stats(device)  # the run reports its own peak
     return 2 * size**3 / fastest
 
 

@@ -160,6 +160,7 @@ class DropPath(nn.Module):
         if self.rate == 0:
             return branch_BND
         keep = 1 - self.rate
+        # Kept branches are scaled by 1 / keep: their expectation is that of evaluation.
         mask_B11 = branch_BND.new_empty(branch_BND.shape[0], 1, 1).bernoulli_(keep)
         return branch_BND * (mask_B11 / keep)
 
@@ -252,6 +253,7 @@ class VisionTransformer(nn.Module):
         x_BND = self.dropout(x_BND)
         for block in self.blocks:
             if self.activation_checkpoint and self.training:
+                # The backward pass computes the block again, with the same random numbers.
                 x_BND = checkpoint(block, x_BND, use_reentrant=False)
             else:
                 x_BND = block(x_BND)
@@ -308,6 +310,7 @@ def resample_positions(table_1ND: Tensor, patches: int, prefix: int) -> Tensor:
         return table_1ND
     old = math.isqrt(table_1ND.shape[1] - prefix)
     new = math.isqrt(patches)
+    # In float32, as in timm, whatever the parameters are.
     grid_1DYX = table_1ND[:, prefix:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     grid_1DYX = F.interpolate(grid_1DYX, (new, new), mode="bicubic", antialias=True)
     resampled_1ND = grid_1DYX.flatten(2).mT.to(table_1ND.dtype)

@@ -91,7 +91,8 @@ def test_options_equal_timm(options):
     timm's places.
     """
     options = TINY | options
-    side = options.pop("images", options["image_size"])  # to whose grid positions are resampled
+    # Positions are resampled to the grid of the images.
+    side = options.pop("images", options["image_size"])
     ours, theirs = (model.double() for model in build_pair(**options))
     images = torch.randn(2, 3, side, side, dtype=torch.float64)
     mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
@@ -147,7 +148,8 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p, dtype):
     y = Dropout(p)(x)
     y.backward(torch.ones_like(y))
     factor = MASK_LEVELS / round((1 - p) * MASK_LEVELS)
-    assert factor == pytest.approx(1 / (1 - p), rel=0.4)  # of a probability as small as a level
+    # A keep probability may be as small as one level: rounding then changes it by up to 40 %.
+    assert factor == pytest.approx(1 / (1 - p), rel=0.4)
     assert torch.equal(y.detach(), torch.where(y == 0, 0, x * factor).detach())
     assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
 
@@ -183,7 +185,7 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     theirs.load_state_dict(weights, strict=False)
 
     def embed(x: Tensor) -> Tensor:
-        for i in range(3):  # of stride 1, 2, 2
+        for i in range(3):  # the strides are 1, 2, 2
             weight, bias = (weights[f"patch_embed.{2 * i}.{name}"] for name in ("weight", "bias"))
             x = F.conv2d(x, weight, bias, stride=min(i + 1, 2), padding=1)
             x = x if i == 2 else x * (1 + torch.erf(x / 2**0.5)) / 2

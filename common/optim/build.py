@@ -162,6 +162,7 @@ def _parameter_groups(
     patterns = getattr(model, "no_weight_decay", set)()
     groups: dict[tuple[bool, int], list[nn.Parameter]] = defaultdict(list)
     for name, param in trained.items():
+        # The model's names may be patterns, as timm's optimizers take them.
         is_exempt = param.ndim <= 1 or any(fnmatch(name, pattern) for pattern in patterns)
         groups[is_exempt and not decay_all, above[name]].append(param)
 

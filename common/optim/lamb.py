@@ -97,6 +97,7 @@ class Lamb(Optimizer):
         if self.reduce_norms is None:
             for bucket in buckets:
                 self._update([bucket], clip)
+        # All buckets at once: their norms are reduced in one message.
         elif buckets:
             self._update(buckets, clip)
 
@@ -152,6 +153,7 @@ class Lamb(Optimizer):
         ``squares_2P`` are the squared norms of the parameters and of the directions.
         """
         if group["weight_decay"] == 0 and not group["always_adapt"]:
+            # No trust ratio: the step is Adam's.
             torch._foreach_add_(params, directions, alpha=-group["lr"])
             return
         param_norms_P, direction_norms_P = squares_2P.sqrt()

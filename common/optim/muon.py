@@ -115,7 +115,7 @@ class Muon(AdamW):
     def _step_adamw(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Update what is no matrix."""
         for p in gradients:
-            p.grad = None  # AdamW leaves it alone
+            p.grad = None  # AdamW leaves out a parameter without a gradient
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] *= self.adamw_lr_scale
@@ -183,7 +183,7 @@ class Muon(AdamW):
         torch._fused_sgd_(
             tensors,
             directions,
-            [],  # its own momentum
+            [],  # no momentum of its own: `_accumulate` has applied it
             weight_decay=weight_decay,
             momentum=0.0,
             lr=lr,
@@ -207,6 +207,7 @@ def orthogonalize(stacks: list[Tensor], rows: int) -> Sequence[Tensor]:
     x_KMN = torch.cat(stacks).unflatten(0, (-1, rows))
     x_KMN = x_KMN if x_KMN.is_cpu else x_KMN.bfloat16()
     columns = x_KMN.shape[2]
+    # The norm bounds the singular values: the iteration needs them to be at most 1.
     x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
         # (x x^T) x = x (x^T x): take the smaller of the two products.
@@ -218,5 +219,6 @@ def orthogonalize(stacks: list[Tensor], rows: int) -> Sequence[Tensor]:
             gram_KNN = torch.bmm(x_KMN.mT, x_KMN)
             factor_KNN = torch.baddbmm(gram_KNN, gram_KNN, gram_KNN, beta=b, alpha=c)
             x_KMN = torch.baddbmm(x_KMN, x_KMN, factor_KNN, beta=a)
+    # An orthogonal matrix has entries of RMS 1 / sqrt(max(M, N)): this makes it 0.2, as AdamW's.
     x_KMN = x_KMN.to(dtype).mul_(0.2 * sqrt(max(rows, columns)))
     return x_KMN.flatten(0, 1).split(lengths)

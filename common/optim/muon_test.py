@@ -88,4 +88,4 @@ def test_which_parameters_are_how_many_matrices():
     ]
     assert (
         count_matrices("stages.0.blocks.1.attn.qkv.weight", (128, 64)) == 2
-    )  # of timm's gcvit_tiny
+    )  # timm's gcvit_tiny has such a block

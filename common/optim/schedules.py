@@ -62,6 +62,7 @@ def build_lr_scheduler(
     It decays to ``min_lr``, and stays there for the last ``cooldown_steps``. With ``warmup_lr`` the
     warm-up begins there, else near 0.
     """
+    # With layer decay groups have lower rates: the head's is the peak, and factors hold for all.
     peak = max(group["lr"] for group in optimizer.param_groups)
     low = min_lr / peak
 

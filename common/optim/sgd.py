@@ -42,6 +42,7 @@ class FusedSGD(SGD):
         found_inf = getattr(self, "found_inf", None)
         for p in starting:
             momentum = self.state.get(p, {}).get("momentum_buffer")
+            # Filled on the device, where `found_inf` is: the host does not wait.
             if momentum is not None and found_inf is not None:
                 momentum.masked_fill_(found_inf.bool(), 0)
 

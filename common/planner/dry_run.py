@@ -114,7 +114,7 @@ def _count_flops(config: Mapping[str, Any], phases: Sequence[Phase]) -> float:
 def _print_changed_keys(config: Mapping[str, Any]) -> None:
     """Print the keys that are not at their defaults, as --set takes them."""
     print("\nkeys that are not at their defaults:")
-    # ...: no value, as a key of the user's has no default
+    # A key of the user's has no default: no value equals `...`.
     changed = {
         name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)
     }

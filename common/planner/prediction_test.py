@@ -51,7 +51,7 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
     compiled = build_planner(
         build_config() | {"COMPILE": True}, 8
-    )  # which tensor parallelism refuses
+    )  # tensor parallelism refuses COMPILE
     assert [prediction.mode for prediction in compiled.predict_modes()] == ["data parallel"]
     parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
     planner = build_planner(build_config(heads=2) | {"parallel": parallel, "zero": {"stage": 1}}, 4)
@@ -112,7 +112,7 @@ def test_gradients_are_reduced_during_the_last_backward_pass(between, all_hidden
     """With a measured rate, nothing else is open."""
     cluster = Cluster(inside=400e9, between=between, decode=1e9, images_per_s=1000.0)
     found = predict(16, cluster, **WHOLE_ONLY)["data parallel"]
-    estimate, compute = found.estimate, 256 / 1000  # of 4096 images, by 16 GPUs
+    estimate, compute = found.estimate, 256 / 1000  # seconds for 256 of 4096 images on each GPU
     reduction = (
         2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * 20e-6
     )

@@ -60,6 +60,8 @@ class Traffic(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if function.namespace == "c10d" and function._opname != "barrier":
+            # A barrier has no message. Any other that is not known raises KeyError: a silent 0
+            # would make the mode look faster than it is.
             name, message = COLLECTIVES[function._opname]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             route = name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
@@ -85,7 +87,7 @@ class TensorMemory(TorchDispatchMode):
     def __enter__(self) -> Self:
         resize = UntypedStorage.resize_
 
-        # FSDP resizes storages without a dispatch
+        # FSDP resizes storages without a dispatch.
         def resize_and_follow(storage: UntypedStorage, size: int) -> None:
             resize(storage, size)
             self._follow(storage)
@@ -104,7 +106,7 @@ class TensorMemory(TorchDispatchMode):
         outcome = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(outcome):
             if isinstance(leaf, Tensor):
-                # the storage of a DTensor itself has the size of the full tensor
+                # The storage of a DTensor itself has the size of the full tensor.
                 local = getattr(leaf, "_local_tensor", leaf)
                 self._follow(local.untyped_storage())
         return outcome
@@ -114,6 +116,7 @@ class TensorMemory(TorchDispatchMode):
         address = storage._cdata
         size = storage.nbytes()
         if address not in self._sizes:
+            # The address may be used again: it is forgotten when the storage is freed.
             weakref.finalize(storage, self._forget, address).atexit = False
         self.live += size - self._sizes.get(address, 0)
         self._sizes[address] = size
@@ -203,6 +206,7 @@ def _estimate(
     launched = {
         **config,
         "torch_ddp": config["torch_ddp"] | unused,
+        # `_count_step` runs at most three: those between the first and the last are equal.
         "gradient_accumulation": min(accumulation, 3),
     }
     with fake_launch(launched, processes), _choosing_as_on(device):
@@ -247,7 +251,8 @@ def _estimate_depth(
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         counts = _count_step(engine, memory, micro_batch, image_size, accumulation)
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
-        counts["training_peak"] += state  # created by the first update
+        # The first update creates the state: it was not there in the passes that were counted.
+        counts["training_peak"] += state
         weights = _nbytes([*named_shards(model).values(), *averages.values()])
         data_ranks = tuple(gpc.get_ranks_in_group(ParallelMode.DATA))
         return StepEstimate(weights=weights, optimizer=state, data_ranks=data_ranks, **counts)
@@ -280,7 +285,7 @@ def _count_step(
     def count(part: Callable[[], None], times: int = 1) -> int:
         """Run ``part`` once and count it ``times``; return the peak of its memory."""
         nonlocal flops
-        memory.peak = memory.live
+        memory.peak = memory.live  # the peak of this part alone
         with Traffic() as traffic, FlopCount() as arithmetic:
             part()
         flops += times * arithmetic.total
@@ -315,6 +320,7 @@ def _choosing_as_on(device: str) -> Iterator[None]:
         return
     layer_norm = partial(_layer_norm_as_on_a_gpu, F.layer_norm)
     functions = mock.patch.multiple(F, dropout=_dropout_by_mask, layer_norm=layer_norm)
+    # Our layers and optimizers choose the way for a CPU by `is_cpu`.
     with mock.patch.object(Tensor, "is_cpu", False), functions:
         yield
 

@@ -169,7 +169,7 @@ class Prepared(NamedTuple):
     config: dict[str, Any]
     plan: Plan
     data: DataSummary | None
-    precision: MixedPrecision  # of ``fp16`` on this machine
+    precision: MixedPrecision  # what ``fp16`` means on this machine
 
 
 def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepared:
@@ -260,7 +260,8 @@ def check_init(
     if not config["INIT"]:
         if classes:
             raise UserError(f"{classes}: only --init's weights have classes to name; leave it out")
-        if args.resume in (AUTO, NEVER):  # else the weights are a checkpoint's
+        # With --resume CHECKPOINT the weights are not random.
+        if args.resume in (AUTO, NEVER):
             _check_random_start(config, args.config)
         return ""
     names = data.class_names if data else ()
@@ -304,7 +305,8 @@ def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
     """Refuse what memory, sharding or trackers would refuse later; return the mixed precision."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not is_dry_run:  # which may be for another machine
+    # A dry run may be for another machine.
+    if not is_dry_run:
         on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         check_limits(config, plan, on_gpu or memory_bytes())
     model = config["MODEL"]

@@ -42,7 +42,7 @@ class Run:
     is_main: bool
     about: dict[str, Any]  # content of config.json
     start_from: Path | None  # the checkpoint to resume from
-    measurement: Measurement | None  # to run instead of training
+    measurement: Measurement | None  # what runs instead of training
 
     @property
     def device(self) -> torch.device:
@@ -69,9 +69,9 @@ class Run:
             return
         classes = self.about["data"]["class_names"], self.about["init_classes"]
         done = ask_first_rank(lambda: load_pretrained(model, source, *classes))
-        # names the checkpoint, where INIT names a run or a link
+        # It names the checkpoint: INIT may name a run or a link.
         self.about["starts"][-1]["init"] = done
-        # the others after the first, which may have downloaded the file
+        # The others load after the first: it may have downloaded the file.
         if not self.is_main:
             load_pretrained(model, source, *classes)
         else:
@@ -79,7 +79,8 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
-        if self.measurement:  # which leaves no record and no checkpoint
+        # A measurement leaves no record and no checkpoint.
+        if self.measurement:
             return [ResolutionHook(self.plan, self.is_main), self.measurement]
         config = self.about["config"]
         if self.is_main:
@@ -165,7 +166,7 @@ class Run:
                 print(f"noise scale  {images} images at {step}, batch {self.plan.total_batch:,}")
                 break
         evaluations = read_records(self.output, "eval")
-        marked = best_checkpoint(folder)  # of a branch, not what it came from
+        marked = best_checkpoint(folder)  # a branch has its own, not that of its origin
         best = [
             record for record in evaluations if checkpoint_path(folder, record["step"]) == marked
         ]

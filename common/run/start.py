@@ -88,10 +88,11 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     plan = replace(prepared.plan, order=reading.order)
     measurement = _build_measurement(args, output, is_main, plan)
     if measurement:
-        steps = measurement.total_steps  # from the first step, over as many epochs as needed
+        # It starts at the first step and takes as many epochs as it needs.
+        steps = measurement.total_steps
         total = max(steps, plan.total_steps)
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=total)
-        # at one size: losses and times of several are not comparable
+        # At one size: losses and times of several are not comparable.
         resolution = plan.resolutions[-1 if args.find_batch else 0]
         plan = replace(plan, resolutions=(replace(resolution, end=steps),))
     prepared = prepared._replace(plan=plan)
@@ -161,7 +162,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
     local = ("DATA.root", "DATA.download", "DATA.workers")
     settings = flatten(prepared.config).items()
     shared |= {key: value for key, value in settings if key not in local}
-    shared["fp16.dtype"] = prepared.plan.dtype  # whose default depends on the device
+    shared["fp16.dtype"] = prepared.plan.dtype  # its default depends on the device
     return {key: str(value) for key, value in shared.items()}
 
 

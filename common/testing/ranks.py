@@ -80,7 +80,7 @@ def _run_rank(
         answer = (None, traceback.format_exc())
     sender.send_bytes(
         pickle.dumps(answer)
-    )  # by value: send() would share the tensors' memory with a process that ends
+    )  # pickled by value: send() would share the tensors' memory with a process that ends
 
 
 def _collect(pending: dict[Connection, int]) -> list[Any]:

@@ -19,8 +19,8 @@ from common.testing.ranks import run_ranks, slow
 from common.testing.simulated_gpu import Waits, read_on_gpu, simulate_gpu
 
 SETTINGS = ("COMPILE=False", "TOTAL_BATCH_SIZE=16", "MODEL.heads=4", "EVAL_EVERY=1")
-# where the host may wait: once a run, a record, an evaluation, a checkpoint, and in CHECK_EVERY
-# updates
+# The host may wait in these: once a run, a record, an evaluation, a checkpoint, and in CHECK_EVERY
+# updates.
 ALLOWED = {
     "common/engine/groups.py:join_groups",
     "common/engine/engine.py:initialize",

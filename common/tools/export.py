@@ -72,7 +72,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError(
             f"{output} is not empty: choose another folder with --output DIR, or remove it"
         )
-    # without the operators that torch.onnx cannot convert for batches of any size
+    # `set_exportable` avoids operators that torch.onnx cannot convert for batches of any size.
     with timm.layers.set_exportable(True):
         model = run.load_model()
     size = run.config["MODEL"]["image_size"]
@@ -80,11 +80,11 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     if target == "timm" and about["architecture"] == "none":
         missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM.items())
         raise UserError(f"--to timm: timm has no {missing} of MODEL; export to safetensors or onnx")
-    # first, as the writers of timm's and safetensors' files read it
+    # Written first: the writers of timm's and safetensors' files read it.
     own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
-    if not difference < TOLERANCE:  # also if it is NaN
+    if not difference < TOLERANCE:  # `not <` holds for NaN too
         raise UserError(
             f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest"
         )
@@ -130,6 +130,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
 def crop_share(size: int, short_side: int) -> float:
     """Return the ``crop_pct`` for which timm's ``floor(size / crop_pct)`` is ``short_side``."""
     share = size / short_side
+    # Rounding may make the quotient a little less than the short side, whose floor is one less.
     return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
 
 
@@ -139,7 +140,8 @@ def _compare(model: nn.Module, exported: Forward, size: int) -> float:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5, 3, size, size, generator=generator)
     expected = model(images)
-    logits = torch.cat([exported(images[:1]), exported(images[1:])])  # batches of two sizes
+    # Two sizes of batches: an ONNX file may hold the one it was traced with.
+    logits = torch.cat([exported(images[:1]), exported(images[1:])])
     return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -161,6 +163,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     path = output / "model.onnx"
     program = torch.onnx.export(
         model,
+        # A batch of 1 would be taken for a constant.
         (torch.zeros(2, 3, size, size),),
         input_names=["images"],
         output_names=["logits"],
@@ -171,7 +174,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     )
     assert program is not None
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with the folders of this machine
+        node.metadata_props.clear()  # they hold stack traces, with this machine's folders
     about = json.loads((output / "config.json").read_text())
     program.model.metadata_props["class_names"] = json.dumps(about["label_names"])
     program.model.metadata_props["preprocessing"] = json.dumps(about["pretrained_cfg"])
@@ -190,5 +193,5 @@ FORMATS = {
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
     """Write the weights with ``metadata`` in their header."""
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    # safetensors' save_file would let nobody else read the file
+    # safetensors' save_file would let nobody else read the file.
     (output / WEIGHTS).write_bytes(save(weights, metadata))

@@ -53,11 +53,11 @@ def main(argv: list[str]) -> None:
     status = 0
     for answer in predict(run, images):
         if "error" in answer:
-            # 1: an image that cannot be read; 2: a model whose outputs are not finite
+            # 1 for an image that cannot be read, 2 for a model whose outputs are not finite.
             status = max(status, 2 if "classes" in answer else 1)
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
-            print(json.dumps(answer), flush=True)  # at once, for a program that reads along
+            print(json.dumps(answer), flush=True)  # a program may read along
         elif "error" not in answer:
             classes = "; ".join(
                 f"{best['class']} {100 * best['probability']:.1f} %" for best in answer["classes"]
@@ -93,13 +93,14 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     crop = find_task(run.about["task"]).build_eval_crop(data, size)
     predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
-    # Pillow decodes in C, without Python's lock
+    # Threads suffice: Pillow decodes in C, without Python's lock.
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(images), BATCH):
             batch = images[start : start + BATCH]
             views = list(pool.map(partial(_read, crop=crop, size=size), batch))
             decoded = [view for view in views if isinstance(view, np.ndarray)]
             answers = iter(())
+            # A batch may have no image that can be read.
             if decoded:
                 pixels_BHWC = torch.from_numpy(np.stack(decoded)).to(predictor.device)
                 pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
@@ -114,7 +115,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
         if image == STDIN:
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)  # one more tells that it is too long
+            data = sys.stdin.buffer.read(MAX_BYTES + 1)  # one byte more tells that it is too long
         else:
             data = read_bytes(Path(image), MAX_BYTES)
         if len(data) > MAX_BYTES:
@@ -124,7 +125,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that is read"
-    # Pillow's decoders raise a dozen unrelated types for damaged files
+    # Pillow's decoders raise a dozen unrelated types for damaged files.
     except Exception as error:
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 

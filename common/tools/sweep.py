@@ -151,7 +151,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         settings += [f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY]
         config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
-        build_plan(config, processes, None)  # refuses a batch that does not divide
+        build_plan(config, processes, None)  # it refuses a batch that does not divide
         folder = args.output.resolve() / name_run(chosen)
         if folder in commands:
             raise UserError(
@@ -160,7 +160,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
             )
         command = [sys.executable]
         if processes > 1:
-            # our torchrun; an address, since a host's name may not resolve
+            # Our own torchrun. It gets an address, since a host's name may not resolve.
             command += ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
             command.append(f"--nproc_per_node={processes}")
         command += [str(script), "--config", path]
@@ -298,7 +298,7 @@ def rank_combinations(
             mean = f"{statistics.mean(tops):.2f}%"
             shown_range = f"{min(tops):.2f}-{max(tops):.2f}"
             shown_loss = f"{loss:.3f}"
-            # one that has diverged is never the best, whatever its NaNs were counted as
+            # A run that has diverged is never the best, whatever its NaNs were counted as.
             score = statistics.mean(tops) if math.isfinite(loss) else -1.0
         reached = {
             "top1": mean,
@@ -338,7 +338,7 @@ def group_by_seed(
     groups = defaultdict(list)
     keys = dict.fromkeys(key for run in runs for key in values_of(run))
     for run in runs:
-        # a run of another command may lack a key
+        # A run of another command may lack a key.
         values = {key: values_of(run).get(key, ABSENT) for key in keys if key != SEED}
         if not keys:
             values = {"run": run.name}
@@ -363,7 +363,7 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
             "data": run.median("data_wait", "{:.1f} %"),
             "fwd ms": run.median("forward_s", "{:.1f}"),
             "bwd ms": run.median("backward_s", "{:.1f}"),
-            # NumPy's maximum is NaN where one is
+            # NumPy's maximum is NaN if one value is.
             "d(loss)": f"{np.max(differences):.1e}" if differences else ABSENT,
         }
         rows.append(row)
@@ -390,7 +390,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
         above = [max(points[x]) - statistics.mean(points[x]) for x in xs]
         shown = [pair for pair in line if pair[1] != ABSENT] or line
         axes.errorbar(
-            # numbers among texts are texts too
+            # Numbers among texts are drawn as texts too.
             xs if is_numeric else [*map(str, xs)],
             means,
             [below, above],
@@ -405,7 +405,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
             axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
         axes.minorticks_off()
-    if any(lines):  # a single line has no other key that names it
+    if any(lines):  # A single line has no other key that names it.
         longest = max(map(len, axes.get_legend_handles_labels()[1]))
         place_legend(axes, columns=2 if longest < 40 else 1)
     save_figure(figure, path)

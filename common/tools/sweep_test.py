@@ -201,7 +201,7 @@ def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, t
 
 
 def test_a_stop_signal_reaches_the_run():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup does so
     timer = threading.Timer(
         0.5, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGHUP, signal.SIGTERM)]
     )

@@ -190,6 +190,7 @@ class _LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor | None, ...]:
         normalised_BND, reciprocal_BN1, weight = ctx.saved_tensors
+        # Sums over this rank's samples: `sum_partial_gradients` adds those of the other ranks.
         weight_grad = (grad_BND * normalised_BND).flatten(0, -2).sum(0)
         bias_grad = grad_BND.flatten(0, -2).sum(0)
         grad_BND = grad_BND * weight
@@ -199,6 +200,7 @@ class _LayerNormFunction(torch.autograd.Function):
                 (grad_BND * normalised_BND).mean(-1, keepdim=True),
             ]
         )
+        # Ranks have equally many channels: the mean of their means is that of all channels.
         means_2BN1 = all_reduce(sums_2BN1, ctx.group) / gpc.get_world_size(ctx.group)
         x_grad_BND = reciprocal_BN1 * (grad_BND - means_2BN1[0] - normalised_BND * means_2BN1[1])
         return x_grad_BND, weight_grad, bias_grad, None, None

@@ -66,6 +66,12 @@ class Shard:
     shape: tuple[int, ...] = ()
     part: tuple[int, int, int] | None = None
 
+    @property
+    def copies(self) -> int:
+        """The number of ranks of the tensor-parallel group that have this shard."""
+        group = self.replicated_over
+        return 1 if group is None else gpc.get_world_size(group)
+
     def cut(self, full: Tensor) -> Tensor:
         """Return a copy of this rank's shard of ``full``."""
         local = self._orient(self._view(full).flatten(0, 1))

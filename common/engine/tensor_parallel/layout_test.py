@@ -50,7 +50,7 @@ def test_groups_that_are_refused(parallel, message):
 
 
 def test_a_cube_is_a_cube():
-    # whose root is 3.9999999999999996
+    # The cube root of 64 is 3.9999999999999996.
     assert resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64
 
 

@@ -73,7 +73,7 @@ def plain_training(name: str, dp_size: int) -> Curve:
         (loss / ACCUMULATION).backward()
         if number % ACCUMULATION == 0:
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            assert norm > MAX_NORM  # so that clipping was needed
+            assert norm > MAX_NORM  # clipping was needed
             big = norm.item() ** 2
             small = sum(squares) / len(squares)
             squares.clear()

@@ -209,6 +209,7 @@ def map_full(
     shards = []
     for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         owner = number % len(ranks)
+        # `results` has the tensors of this rank in the order in which it has gathered them.
         full = next(results) if owner == rank else value.new_empty(parameter.shard.shape)
         dist.broadcast(full, ranks[owner], group=handle)
         shards.append(parameter.shard.cut(full))
@@ -307,7 +308,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     # Where n ranks have a copy, each counts 1 / n: the sum over ranks has every element once.
     grads_by_copies = defaultdict(list)
     for parameter in trained:
-        grads_by_copies[_copies(parameter)].append(parameter.grad)
+        grads_by_copies[parameter.shard.copies].append(parameter.grad)
     square = sum(_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
     dist.all_reduce(square, group=gpc.get_group(sharing_group(trained)))
     return square.sqrt()
@@ -325,13 +326,7 @@ def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
     R rows are norms of R different tensors (the weight, the update) of each parameter.
     """
     # Where n ranks have a copy, each counts 1 / n.
-    shares_P = torch.tensor([1 / _copies(p) for p in parameters], dtype=squares_RP.dtype)
+    shares_P = torch.tensor([1 / p.shard.copies for p in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
     return squares_RP
-
-
-def _copies(parameter: Tensor) -> int:
-    """Return how many ranks of the tensor-parallel group have this shard."""
-    group = parameter.shard.replicated_over
-    return 1 if group is None else gpc.get_world_size(group)

@@ -17,7 +17,7 @@ from common.errors import AgreedError, RankError, UserError, command_parser, run
     [
         (UserError, "0", False, True),
         (UserError, "1", False, True),  # the first has not ended it
-        (UserError, "2", False, True),  # of two processes
+        (UserError, "2", False, True),  # one of two processes
         (UserError, "1", True, True),
         (RankError, "1", False, True),
         (AgreedError, "0", True, True),

@@ -92,7 +92,7 @@ def devkit_of(labels: list[int]) -> bytes:
 
 
 def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # of 10 in a shard
+    monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # a shard has 10
     labels = [2, 0, 1, 1, 0, 0]
     kit = {KIT: devkit_of(labels)}
     folder = write_images(fill(tmp_path / "folder", kit) / "train", 10, CLASSES).parent

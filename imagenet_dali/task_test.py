@@ -81,7 +81,7 @@ def read(loader: Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
             "random_resized",
             (2, 10),
             True,
-        ),  # as on a GPU: in batches after DALI
+        ),  # a GPU's way: in batches after DALI
     ],
 )
 def test_both_loaders_show_the_same(

@@ -65,7 +65,7 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
         for n in range(2):
             shard = tmp_path / names.format(split=split, n=n)
             write_foreign(shard, samples[5 * n : 5 * n + 5])
-            shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
+            shard.with_suffix(".idx").write_text("0 1\n")  # DALI's tfrecord2idx writes such files
             shard.with_name(".hidden").write_text("0 1\n")
     if base:
         (tmp_path / "labels.txt").write_text("0\n1\n2\n")

@@ -345,7 +345,7 @@ def test_dali(windows, tmp_path, monkeypatch, record):
         count = sum(len(batch) for batch, _ in loader)
     difference = (images.cpu() - expected).abs().mean().item()
     record(images_per_s=count / work.seconds, cores=cores(), mean_difference=difference)
-    assert difference < 0.05  # of normalised pixels
+    assert difference < 0.05  # in units of normalised pixels
 
 
 def test_dry_run_and_profile(digits, tmp_path, record):

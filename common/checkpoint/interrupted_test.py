@@ -28,7 +28,7 @@ SETTINGS = (
     "MODEL.dropout=0.1",
     "LOG.every=2",
     "gradient_accumulation=2",
-    "IMAGE_SIZES=[(1, 8, 14)]",  # then 16 pixels, in micro-batches of 7
+    "IMAGE_SIZES=[(1, 8, 14)]",  # 16 pixels follow, in micro-batches of 7
 )  # 2 epochs of 5 steps
 Inject = Callable[[], object]
 
@@ -99,7 +99,7 @@ def test_a_job_that_is_stopped_and_requeued(data, whole, tmp_path):
     for number, name, code in (
         (signal.SIGUSR1, "SIGUSR1", 143),
         (signal.SIGTERM, "SIGTERM", 143),
-        (signal.SIGINT, "Ctrl-C", -signal.SIGINT),  # which a shell shows as 130
+        (signal.SIGINT, "Ctrl-C", -signal.SIGINT),  # a shell shows it as 130
     ):
         ended = run(
             data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 2, send(number)), code
@@ -138,4 +138,4 @@ def test_a_damaged_checkpoint(data, whole, tmp_path):
         "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
     )
     assert f"warning: {newest} {reason}\n" in ended.stderr
-    assert f" {int(before.name[5:])}/10 [" in ended.stderr  # where the bar begins
+    assert f" {int(before.name[5:])}/10 [" in ended.stderr  # the bar begins there

@@ -83,7 +83,7 @@ def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small)
     assert seen == [1.0] * (len(seen) - 1) + [
         2.0
     ]  # the last call comes after the new one is in its place
-    assert len(seen) == 19  # to make the folder, write and sync 7 files, sync, rename twice, sync
+    assert len(seen) == 19  # make the folder, write and sync 7 files, sync, rename twice, sync
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -96,7 +96,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
             mark_best(path)
         (tmp_path / ".step-00000099.partial").mkdir()
         (tmp_path / f".{path.name}.old").mkdir()
-        (tmp_path / ".best.partial").symlink_to(path.name)  # as where `mark_best` is killed
+        (tmp_path / ".best.partial").symlink_to(path.name)  # a killed `mark_best` leaves it
         (tmp_path / ".best.txt.partial").touch()
         clear_old(path, keep=2)
     assert list_checkpoints(tmp_path) == [

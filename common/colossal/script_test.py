@@ -55,7 +55,7 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, 
         r"2 / Test\]: Loss = \d\S+",  # by Trainer.evaluate
     ):
         assert re.search(rf"\[Epoch {line}", words), words
-    assert words.count("[Epoch 1 / Train]: Loss") == 1  # of rank 0
+    assert words.count("[Epoch 1 / Train]: Loss") == 1  # only rank 0 prints it
     assert "[Epoch 1 / Test]: 100%" in printed.err
     assert "loss=" in printed.err
     saved = torch.load(tmp_path / "weights.pt")

@@ -294,7 +294,7 @@ def test_a_config_that_was_written_as_json_is_the_same():
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config, default=str))
     assert restore_config(written, [], "config.json") == config
-    restore_config(written, ["MIN_LR=1"], "config.json")  # which earlier versions accepted
+    restore_config(written, ["MIN_LR=1"], "config.json")  # earlier versions accepted it
     config["DATA"]["randaugment"] = "rand-m9"
     assert restore_config(written, ["DATA.randaugment=rand-m9"], "config.json") == config
 

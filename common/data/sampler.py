@@ -255,7 +255,7 @@ def sample_uniforms(
     `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any row is
     computed without those before it.
     """
-    counter_blocks = -(-count // WORDS_PER_BLOCK)  # of a sample
+    counter_blocks = -(-count // WORDS_PER_BLOCK)  # blocks of the counter for one sample
     philox = _philox(seed, purpose, epoch, step, row * counter_blocks)
     words = philox.random_raw(rows * counter_blocks * WORDS_PER_BLOCK)
     # The upper 53 bits of a word: as many as a float64 holds.

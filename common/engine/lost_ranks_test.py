@@ -150,7 +150,8 @@ def join(absent: int, seeds: str, *backends: str) -> list[str]:
     lost_ranks.print_wrapped = lambda text, **_: said.append(text)
     shared = {"SEED": seeds[rank], "EMA": "0.9"}
     with pytest.raises(UserError) as caught:
-        open_store(rank, SIZE, "[127.0.0.1]", port, 1.0, backends[rank], shared)  # as in a URL
+        # The address may be written as in a URL.
+        open_store(rank, SIZE, "[127.0.0.1]", port, 1.0, backends[rank], shared)
     return [*said, str(caught.value)]
 
 

@@ -177,7 +177,8 @@ def test_a_hook_that_needs_the_loss_of_an_evaluation_gets_it():
     quiet, loss = BaseHook(0), LossHook()
     quiet.needs_test_loss = False
     metric = fit([quiet, loss], test_batches=2).states["metrics"]["test"]["Loss"]
-    assert metric.get_accumulated_value() == metric.get_accumulated_value() > 0  # for a second hook
+    # A second hook reads the same value.
+    assert metric.get_accumulated_value() == metric.get_accumulated_value() > 0
 
 
 def test_a_schedule_may_take_the_loss_of_an_evaluation():

@@ -8,7 +8,7 @@ import ctypes
 import logging
 import math
 import multiprocessing
-import multiprocessing.util  # whose atexit function is to run after ours, so it registers before
+import multiprocessing.util  # registers its atexit function before ours, to run after it
 import os
 import select
 import signal
@@ -23,7 +23,7 @@ from common.launchers import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CHECK = 0.5  # seconds between two progress checks after a signal
-# seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
+# Seconds. torchrun sends SIGTERM when another rank has died, and kills 30 s later.
 TORCHRUN_PATIENCE = 25.0
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
@@ -76,7 +76,7 @@ class StopSignals:
         for number in SIGNALS:
             is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not is_nohup:
-                # it does nothing, but without a handler nothing is written to the pipe
+                # The handler does nothing, but without one Python writes nothing to the pipe.
                 self._previous[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._pipe = reader, writer
@@ -84,7 +84,7 @@ class StopSignals:
             target=self._watch, args=(reader,), daemon=True, name="stop-signals"
         )
         self._watcher.start()
-        # they are blocked if this process was forked from one with handlers
+        # They are blocked if this process was forked from one with handlers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         atexit.register(_kill_children)
         if follow_parent:
@@ -118,7 +118,8 @@ class StopSignals:
             number = os.read(reader, 1)[0]
             if number == 0:
                 return
-            if number in SIGNALS:  # not SIGCHLD, or whatever else has a handler in Python
+            # Others with a handler in Python, such as SIGCHLD, write to the pipe too.
+            if number in SIGNALS:
                 self._receive(number)
 
     def _check_progress(self) -> None:
@@ -130,7 +131,7 @@ class StopSignals:
             self._seen_at = now
         elif now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
-            # not sys.exit: the main thread may wait in C++ for ever
+            # sys.exit would not end the main thread, which may wait in C++ forever.
             os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
@@ -138,7 +139,7 @@ class StopSignals:
         if not self.deferring:
             _leave(number)
         if not self.received:
-            # the time first: another thread reads it once a signal is set
+            # The time is set first: another thread reads it once `received` is set.
             self._received_at = time.monotonic()
             self.received = number
             if is_first_process():
@@ -161,10 +162,10 @@ class StopSignals:
         """Make the child ignore the signals and die with its parent."""
         if self._previous:
             signal.set_wakeup_fd(-1)
-            self._previous = {}  # it may `install` for itself
+            self._previous = {}  # the child may `install` for itself
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._forking.parent:
-                # it has ended already, so that prctl came too late
+                # The parent has ended already: prctl came too late.
                 os._exit(1)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
@@ -190,7 +191,7 @@ def exit_code(number: int) -> int:
 def exit_stopped(number: int) -> NoReturn:
     """End this process with the status of a run that a signal has stopped."""
     if number == signal.SIGINT:
-        # by SIGINT itself, so that a shell ends the loop or the list around it too
+        # Ended by SIGINT itself: a shell then ends the loop or the list around it too.
         sys.stdout.flush()
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -212,11 +213,12 @@ def _leave(number: int) -> None:
 
 def _say(line: str) -> None:
     """Print a line from the watcher's thread."""
-    with suppress(OSError):  # stderr is closed
-        os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
+    with suppress(OSError):  # stderr may be closed
+        # `print` would wait for a lock that the main thread may hold.
+        os.write(2, f"{line}\n".encode())
 
 
-_PRCTL = ctypes.CDLL(None).prctl  # of Linux
+_PRCTL = ctypes.CDLL(None).prctl  # exists on Linux only
 stop_signals = StopSignals()
 os.register_at_fork(
     before=stop_signals.before_fork,
@@ -237,12 +239,14 @@ def run_torchrun(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    for name in ("api", "errors", "errors.error_handler"):  # each has a level of its own
+    # Each has a level of its own.
+    for name in ("api", "errors", "errors.error_handler"):
         logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
         logger.setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     passed_on = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which torchrun would override
+    # Under nohup SIGHUP is ignored: torchrun would override that.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         passed_on += ",SIGHUP"
     try:
         main([f"--signals-to-handle={passed_on}", *arguments])
@@ -250,10 +254,11 @@ def run_torchrun(arguments: list[str]) -> None:
         sys.exit(exit_code(error.sigval))
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
-        if MISTAKE in codes:  # torchrun sent SIGTERM to the others
+        # The other ranks ended by torchrun's SIGTERM.
+        if MISTAKE in codes:
             sys.exit(MISTAKE)
         sys.stderr.write(f"{error}\n")
-        # as a shell counts: -9, by SIGKILL, is 137
+        # A shell shows the end by a signal as 128 + its number: SIGKILL, -9 here, as 137.
         sys.exit(codes[0] if codes[0] > 0 else 128 - codes[0])
 
 

@@ -39,7 +39,7 @@ send(NAME)
 while not stop_signals.received:
     wait(0.05)
 assert stop_signals.received == getattr(signal, NAME)
-send(NAME)  # as from a launcher that passes on the terminal's signal
+send(NAME)  # a launcher passes on the terminal's signal so
 wait(1.2)
 send("SIGTERM")
 wait(0.3)
@@ -183,7 +183,8 @@ def test_torchrun_leaves_sighup_ignored_under_nohup_and_threads_to_the_ranks(mon
         signal.signal(signal.SIGHUP, previous)
     ((option, script),) = calls
     assert parse_args([option, script]).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
-    assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())  # else torchrun sets 1
+    # torchrun would set 1.
+    assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
 @pytest.mark.parametrize(("code", "status"), [(1, 1), (-9, 137)])

@@ -17,16 +17,16 @@ from common.optim.build import OPTIMIZERS, state_names
 from common.planner.cluster import Cluster
 from common.planner.step_estimate import StepEstimate, count_blocks, estimate_step
 
-# of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
+# A fraction of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run.
 ASSUMED_MFU = 0.23
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
 LAUNCH_SECONDS = (
     1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
 )
-BLOCKS = 12  # of a model that does not say how many
+BLOCKS = 12  # assumed for a model that does not say how many it has
 MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
-USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
-BACKWARD_SHARE = 2 / 3  # of the time of both passes
+USABLE = 0.9  # fraction of a GPU's memory; CUDA's context, NCCL and fragmentation take the rest
+BACKWARD_SHARE = 2 / 3  # the backward pass's fraction of the time of both passes
 NO_TENSOR_PARALLELISM = {"mode": None, "size": 1}
 
 
@@ -42,9 +42,9 @@ class Prediction:
     estimate: StepEstimate
     fits: bool  # in the memory of a GPU
     slowest_step: float  # nothing overlaps but decoding
-    # a well-tuned GPU that sends gradients during the last micro-batch's backward pass
+    # A well-tuned GPU sends gradients during the last micro-batch's backward pass.
     fastest_step: float
-    waits: bool  # even the fastest step waits for decoding
+    waits: bool  # whether even the fastest step waits for decoding
 
     @property
     def mode(self) -> str:
@@ -82,7 +82,7 @@ class Phase:
     begin: int  # epochs completed before
     end: int
     image_size: int
-    prediction: Prediction  # of its steps
+    prediction: Prediction  # for one of its steps
 
     @property
     def epochs(self) -> int:
@@ -99,7 +99,8 @@ class Planner:
         self.config = config
         self.plan = plan
         self.cluster = cluster
-        if cluster.images_per_s:  # of one GPU, with the whole model
+        # The user's rate is that of one GPU with the whole model.
+        if cluster.images_per_s:
             whole = {**config, "parallel": {"tensor": NO_TENSOR_PARALLELISM}}
             self.rate = cluster.images_per_s * estimate_step(whole, 1, 1).flops
             self.speedup = 1.0
@@ -108,6 +109,7 @@ class Planner:
             full = tf32 if config["TF32"] else single
             is_full = name_dtype(compute_dtype(config["fp16"], "cuda")) == "float32"
             self.rate = ASSUMED_MFU * (full if is_full else half) * 1e12
+            # A compiled model may reach the best rate, one that is not compiled never does.
             self.speedup = 1.0 if config["COMPILE"] is False else BEST_MFU / ASSUMED_MFU
 
     def predict_modes(self) -> list[Prediction]:
@@ -118,6 +120,7 @@ class Planner:
         tensors = _tensor_settings(self.plan.gpus, self.config["parallel"]["tensor"])
         predictions = [self._predict_split(tensor, None) for tensor in tensors]
         data_parallel = predictions[0]
+        # ZeRO costs messages: it is shown only where it is asked for, or needed.
         if self.config["zero"] or (data_parallel and not data_parallel.fits):
             sharded = [(NO_TENSOR_PARALLELISM, 1), (NO_TENSOR_PARALLELISM, 3)]
             sharded += [
@@ -126,6 +129,7 @@ class Planner:
                 if prediction and prediction.tensor["mode"] == "1d"
             ]
             for tensor, stage in sharded:
+                # ZeRO shards over data-parallel ranks: one alone has nothing to shard.
                 if tensor["size"] < self.plan.gpus:
                     predictions.append(self._predict_split(tensor, stage))
         return [prediction for prediction in predictions if prediction]
@@ -143,7 +147,7 @@ class Planner:
             if rest:
                 return None
         stated = self.config["MICRO_BATCH_SIZE"]
-        # no GPU holds more than 65,536 images
+        # No GPU holds more than 65,536 images.
         sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)
         return self.predict_largest(self._split_config(tensor, zero), samples, sizes)
 
@@ -160,6 +164,7 @@ class Planner:
         begin = 0
         for resolution in self.plan.resolutions:
             micro_batch = full.micro_batch
+            # The stated micro-batch of smaller images is kept if it fits this way to split.
             is_larger = resolution.micro_batch > self.plan.micro_batch
             if is_larger and samples % resolution.micro_batch == 0:
                 micro_batch = resolution.micro_batch
@@ -202,7 +207,8 @@ class Planner:
         stated = self.config["parallel"]["tensor"]
         values: dict[str, Any] = {}
         if tensor != stated:
-            if stated["size"] > 1:  # the two keys below must not contradict it
+            # The two keys below must not contradict a stated `parallel`.
+            if stated["size"] > 1:
                 values["parallel"] = None
             values["TENSOR_PARALLEL_SIZE"] = tensor["size"]
             values["TENSOR_PARALLEL_MODE"] = tensor["mode"]
@@ -241,6 +247,7 @@ class Planner:
             fits=estimate.peak <= USABLE * self.cluster.memory,
             slowest_step=max(slow, decoding),
             fastest_step=fastest_step,
+            # A thousandth more than the decoding is a wait all the same.
             waits=fastest_step <= 1.001 * decoding,
         )
 
@@ -259,12 +266,13 @@ class Planner:
         for (name, ranks), nbytes in estimate.nbytes.items():
             calls = estimate.calls[name, ranks]
             seconds = self.cluster.seconds(name, ranks, calls, nbytes)
+            # Only gradients are exchanged over the data-parallel group; with ZeRO parameters too.
             if ranks == estimate.data_ranks:
                 of_gradients += seconds
             else:
                 of_tensor_parallelism += seconds
         communication = of_gradients + of_tensor_parallelism
-        # behind the backward pass of the last micro-batch
+        # Messages may hide behind the backward pass of the last micro-batch only.
         hidden = min(of_gradients, BACKWARD_SHARE * compute / speedup / accumulation)
 
         slow = max(compute, launches) + update + communication
@@ -306,6 +314,7 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float) -> None:
     """
     model = config["MODEL"]
     parameters, trained = count_parameters(build_on_meta(model, config["FREEZE"]))
+    # Bytes of a number: only O3 keeps the optimizer's state in half precision.
     number = 2 if (config["fp16"] or {}).get("opt_level") == "O3" else 4
     state_of_matrix = state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight")
     moments = sum(name != "step" for name in state_of_matrix)

@@ -32,7 +32,7 @@ def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
         for n in (0, 2)
     )
     measured = '{"kind": "train", "step": 1, "noise_scale": 1934.0}'
-    lines = f"{measured}\n{origin}\n{FIGURES}\n{last}\n"  # of a branch
+    lines = f"{measured}\n{origin}\n{FIGURES}\n{last}\n"  # the lines of a branch
     plan = build_plan(load_config("quickstart"), 1, None)
     with launched():
         for text in ("", FIGURES, lines):

@@ -23,7 +23,7 @@ def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name):
     link = hostile / name
     ours.write_text("ours")
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)  # of an evaluation by another test
+    link.unlink(missing_ok=True)  # another test may have left its evaluation there
     link.symlink_to(ours)
     with pytest.raises(UserError, match=f"{link}: a link, or not a regular file; remove it"):
         (report if name == "report.html" else evaluate).main([str(hostile)])

@@ -36,7 +36,7 @@ def pictures(tmp_path_factory) -> Path:
 
 
 def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys, monkeypatch):
-    monkeypatch.setattr(predict, "BEST", 9)  # of 7 classes
+    monkeypatch.setattr(predict, "BEST", 9)  # more than the 7 classes
     content = io.BytesIO((pictures / "a.png").read_bytes())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
     with Image.open(pictures / "a.png") as picture:

@@ -102,7 +102,7 @@ class ConfigFile(ExtensibleRecord):
 class CheckpointConfigFile(ConfigFile):
     """config.json, as far as a checkpoint needs it."""
 
-    # a resume needs all of these, a report does without
+    # A resume needs all of these fields. A report does without.
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     task: str  # pyright: ignore[reportGeneralTypeIssues]
     data: DataSummary
@@ -190,7 +190,7 @@ def read_config(
     folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the config in ``about``, which `read_about` returned, with ``settings`` applied."""
-    # a copy, as the caller's record stays as it was read
+    # This copy is changed. The caller's record stays as it was read.
     values = dict(about["config"])
     if isinstance(values.get("DATA"), dict):
         # runs of earlier versions, which do not write the key, held images out by count
@@ -218,18 +218,20 @@ def find_fault(path: Path) -> str | None:
     Whether its tensors fit the model is checked where they are loaded.
     """
     try:
-        # A checksum tells damage; that of a crafted file is right, so each is parsed as well.
+        # A checksum shows damage. That of a crafted file is right, so each file is parsed as well.
         _check_sums(path)
         read_config(path, read_about(path))
         read_trainer_state(path)
         read_metrics(path)
     except UserError as error:
+        # The caller's message names the checkpoint itself.
         return str(error).removeprefix(f"{path}/")
     return None
 
 
 def _check_sums(path: Path) -> None:
     """Raise `UserError` unless ``COMPLETE`` lists the checkpoint's files with their checksums."""
+    # The format is sha256sum's: two spaces, and a name without a folder.
     listed = re.findall(r"^([0-9a-f]{64})  ([\w.]+)$", read_text(path / MARKER), re.MULTILINE)
     sums = {name: digest for digest, name in listed}
     if not set(FILES) <= sums.keys():

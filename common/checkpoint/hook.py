@@ -210,6 +210,7 @@ class CheckpointHook(BaseHook):
         if gpc.get_global_rank() > 0:
             return
         before = self.best
+        # The next evaluation compares with it at once. A failed write sets it back.
         self.best = best or before
         state = {
             "version": VERSION,
@@ -229,6 +230,7 @@ class CheckpointHook(BaseHook):
         }
         content[TRAINER] = json.dumps(state, indent=2).encode()
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
+        # Read here, not in the thread: what is logged meanwhile is of later steps.
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
         path = checkpoint_path(self.folder, self.saved["step"])

@@ -58,8 +58,8 @@ HARMLESS = (
     "torch_ddp",
     "zero",
 )
-# Changes of these are recorded in config.json, too, which a report shows; those of the others are
-# printed only.
+# config.json records changes of these, and a report shows them. Changes of the others are only
+# printed.
 REPORTED = {"parallel", "zero"}
 NOTES = {  # on what follows where a key has changed
     "NUM_EPOCHS": "; the learning rate follows the new schedule",
@@ -108,7 +108,7 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
     origins = [Path(start["from"]) for start in read_about(output)["starts"] if start.get("from")]
-    # not its own checkpoints, from which it was resumed later
+    # A branch that was resumed later has its own checkpoints among them.
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
@@ -133,7 +133,7 @@ def _find(path: Path) -> Path:
 
 def _newest_intact(folder: Path) -> Path | None:
     """Return the newest checkpoint in ``folder`` without a fault; warn of those it skips."""
-    put_back_old(folder)  # the replacement of one may have been interrupted
+    put_back_old(folder)  # A crash may have interrupted the replacement of one.
     checkpoints = list_checkpoints(folder)
     for path in checkpoints:
         fault = find_fault(path)
@@ -223,6 +223,7 @@ def check_changes(
             "earlier ones, or start another run with --output DIR (--init takes the weights that "
             "fit)"
         )
+    # A branch is a run of its own, which may train differently.
     if not path.is_relative_to(output):
         return
     then, now = changed.get("NUM_EPOCHS", (0, 0))
@@ -251,9 +252,10 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults
     saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none
+    # JSON has lists for tuples, and text for AMP_TYPE: both sides are compared in that form.
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
-    # None leaves each as the earlier start settled it
+    # None leaves each of these as the earlier start settled it.
     as_before = [key for key in ("INIT", "DATA.order", "DATA.split") if now[key] is None]
     return {
         key: (was, value)

@@ -62,12 +62,12 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         for name in content:
             shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
-        # No rename replaces a folder that has files. After a crash between the two, `.old` is put
-        # back by the next start.
+        # No rename replaces a folder that has files. After a crash between the two, the next start
+        # puts `.old` back.
         if path.exists():
             path.rename(old)
         partial.rename(path)
-        sync(path.parent)  # else a power failure may undo the renames
+        sync(path.parent)  # A power failure might undo the renames.
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,7 +94,7 @@ def put_back_old(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the newest first, with any content."""
-    # eight digits each, so that the order of names is that of steps
+    # Steps have eight digits each, so that the order of names is that of steps.
     markers = folder.glob(f"step-*/{MARKER}")
     return sorted((marker.parent for marker in markers if marker.is_file()), reverse=True)
 
@@ -127,16 +127,18 @@ def mark_best(path: Path) -> None:
     link = folder / BEST
     partial = folder / f".{BEST_FILE}.partial"
     partial_link = folder / f".{BEST}.partial"
-    # the file first: it is what tools read, on any file system
+    # The file goes first: tools read it, on any file system.
     partial.write_text(f"{path.name}\n")
     sync(partial)
     partial.replace(folder / BEST_FILE)
     if link.is_dir() and not link.is_symlink():
+        # A rename replaces an empty folder. This one has a name that is not in use.
         kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
         link.rename(kept)
         warn(f"{link} is a folder in place of a link: it is now {kept}")
     try:
         partial_link.unlink(missing_ok=True)
+        # The link is relative: it holds when the run's folder is moved.
         partial_link.symlink_to(path.name)
         partial_link.replace(link)
     except OSError:  # no links here: none is better than one to an earlier checkpoint
@@ -180,7 +182,7 @@ def full_state_dict(
         OPTIMIZER: full_optimizer_state(model, optimizer),
     }
     if averages is not None:
-        # a generator: each is gathered when it is copied, so that one full tensor is held at a time
+        # A generator gathers each when it is copied, so that one full tensor is held at a time.
         files[EMA] = (
             (name, gather_full(shard, averages.get(name)))
             for name, shard in local_state(model).items()

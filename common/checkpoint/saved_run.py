@@ -47,7 +47,7 @@ class SavedRun:
         """The samples that a process evaluates at once: as many as in training, unless
         ``MICRO_BATCH_SIZE`` is set.
         """
-        # the plan's has been shown to fit into memory
+        # The plan's has been shown to fit into memory.
         return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
 
     @property
@@ -55,7 +55,7 @@ class SavedRun:
         """A name for every output of the model, in words where they are known; the number of those
         that the data set had no name for.
         """
-        # ImageNet's class names are ids as n01440764, its descriptions words
+        # ImageNet's class names are ids such as n01440764. Its descriptions are words.
         data = self.about["data"]
         names = data.get("descriptions") or data["class_names"]
         return names + [
@@ -90,7 +90,7 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     about = read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
     weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
-    # a checkpoint that was copied elsewhere has no run around it
+    # A checkpoint that was copied elsewhere has no run around it.
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights == EMA else ""
     return SavedRun(folder, checkpoint, chosen + average, config, about, weights)

@@ -194,7 +194,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     interpolations that training does not know.
     """
     source = resolve_source(name)
-    # weights without a run's record: task, data and batch are assumed below
+    # Such weights have no run's record: task, data and batch are assumed below.
     path = Path(source)
     has_weights = source.startswith(HUB) or path.is_file() or (path / MODEL).is_file()
     if (path / MARKER).is_file() or not has_weights:

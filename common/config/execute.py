@@ -47,7 +47,7 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
             recipe = _find_recipe(path, module) if names else None
             if recipe is None:
                 return builtins.__import__(module, variables, scope, names, level)
-            # --set goes before the importing file, as it does in that file.
+            # --set takes precedence over the importing file, as it does in that file.
             values, read = execute(recipe, {**outline.plain, **overrides})
             # The recipe derived other keys from its own value of such a name: what this file
             # computes for it could not reach them. A value of --set did.
@@ -67,7 +67,7 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
         exec(compile(tree, str(path), "exec"), variables)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a config that calls exit() has failed too
+    except BaseException as error:  # A config that calls exit() has failed too.
         raise _explain(error, path, overrides) from error
     hidden = (types.ModuleType, type)  # what a file imports for its own use
     values = {
@@ -163,7 +163,7 @@ def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserErro
     # an override that is wrong by itself is to blame, not the line that derives from it
     check_given(Config, overrides)
     frames = traceback.extract_tb(error.__traceback__)
-    # The last line of this file that ran; the frames below it are of a library.
+    # This is the last line of the file that ran. The frames below it are a library's.
     line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), 1)
     reason = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
     return UserError(f"{path}, line {line}: {reason}{error}")

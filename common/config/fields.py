@@ -151,7 +151,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
     keys = all_keys(section)
     parts = [str(part) for part in problem["loc"]]  # may end with pydantic's names for what it is
-    # the longest first: the innermost name that is a key of ours
+    # The longest name comes first, so that the innermost key is found.
     starts = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     key = next((start for start in starts if start in keys), "")
     if problem["type"] == "extra_forbidden":

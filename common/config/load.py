@@ -103,6 +103,7 @@ def restore_config(
     """
     overrides = parse_settings(settings)
     changed = {key: override(key, values.get(key), overrides) for key in top_keys(overrides)}
+    # `parse` is enough: what is derived from other keys is in the record already.
     return parse(Config, {**values, **changed}, where).model_dump()
 
 
@@ -179,7 +180,7 @@ def _prefer_overridden_batch_key(values: dict[str, Any], overrides: Overrides) -
     micro = "MICRO_BATCH_SIZE" in overrides and values["MICRO_BATCH_SIZE"]
     accumulation = "gradient_accumulation" in overrides and values["gradient_accumulation"]
     if micro and not accumulation:
-        # the file's BATCH_SIZE is TOTAL_BATCH_SIZE // gradient_accumulation
+        # A BATCH_SIZE in the file is TOTAL_BATCH_SIZE // gradient_accumulation.
         values |= {"gradient_accumulation": None, "BATCH_SIZE": None}
     elif accumulation and not micro:
         values["MICRO_BATCH_SIZE"] = None
@@ -190,15 +191,15 @@ def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any
     checked = parse(Config, values, where)
     checked.check_conflicts()
     config = checked.model_dump()
-    # Weights of timm's expect its mean, std and crop, unless the config states its own.
+    # timm's weights expect timm's mean, std and crop. What the config states takes precedence.
     stated = values.get("DATA") or {}
     timm = config["MODEL"]["timm"]
     of_model = data_of(pretrained_config(timm).to_dict()) if timm else {}
     config["DATA"] |= {key: value for key, value in of_model.items() if key not in stated}
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
-    # For scripts that read it: without a stated accumulation, which the plan derives later from
-    # the number of processes, it stays None. A stated one is checked by `build_plan`.
+    # Users' scripts read BATCH_SIZE. It stays None without a stated accumulation, which the plan
+    # derives later from the number of processes. `build_plan` checks a stated one.
     total, accumulation = config["TOTAL_BATCH_SIZE"], config["gradient_accumulation"]
     if total and accumulation and config["BATCH_SIZE"] is None:
         config["BATCH_SIZE"] = total // accumulation

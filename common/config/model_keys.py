@@ -89,7 +89,7 @@ class Model(Section):
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
                 f"the nearest that are: {nearest_multiples(self.image_size, self.patch_size)}"
             )
-        # each convolution but the first halves the image's side and doubles the channels
+        # Each convolution but the first halves the image's side and doubles the channels.
         unit = self.patch_size
         if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
             raise ValueError(
@@ -115,7 +115,7 @@ class Model(Section):
     @property
     def stem_channels(self) -> list[int]:
         """Channels before, between and after the convolutions of ``stem="conv"``."""
-        # a width of 384 and patches of 16 pixels: 3, 24, 48, 96, 192, 384
+        # A width of 384 with patches of 16 pixels gives 3, 24, 48, 96, 192, 384.
         return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
 
     @property

@@ -88,6 +88,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         )
     data_parallel = gpus // tensor
     total = config["TOTAL_BATCH_SIZE"]
+    # The Caltech-101 recipes state a batch per GPU: the global one grows with the processes.
     if total is None:
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _divide_batch(config, total, data_parallel)
@@ -105,7 +106,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     # An epoch drops its last, incomplete batch: every step has the same number of samples.
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
 
-    # no more than `most`, as EPOCHS may be fractions and round up
+    # Fractions of an epoch may round up to more than `most`.
     def count_steps(epochs: float, most: int) -> int:
         return max(0, min(round(epochs * steps_per_epoch), most))
 
@@ -169,6 +170,7 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         factor = either = ""
         if micro:
             factor = f"MICRO_BATCH_SIZE={micro} x "
+            # No micro-batch helps where the ranks cannot share the batch at all.
             either = "" if total % data_parallel else ", or MICRO_BATCH_SIZE=None"
         elif accumulation:
             factor = f"gradient_accumulation={accumulation} x "

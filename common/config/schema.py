@@ -138,7 +138,7 @@ class Data(Section):
             raise ValueError("sampling='balanced' has no effect with order='blocks': leave one out")
         for name in ("crop_scale", "crop_ratio"):
             value = getattr(self, name)
-            # `simple` crops have one size; a stated range would be ignored without a word
+            # `simple` crops have one size, so a stated range would be ignored.
             if self.crop == "simple" and value != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={value} has no effect with crop='simple': leave it out")
         return self
@@ -201,11 +201,11 @@ class Optimizer(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        # with the optimizer's defaults: torch refuses this only when it is built
+        # torch refuses this too, but only when the optimizer is built.
         options = {**OPTIMIZERS[self.name].defaults, **self.model_dump()}
         if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
             raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
-        # else `model_dump` would leave the default out, whose name all readers need
+        # `model_dump` leaves out what is not set, but readers need the default's name as well.
         self.model_fields_set.add("name")
         return self
 
@@ -298,7 +298,7 @@ class Fp16(Options):
         return self
 
 
-# Passed on to torch.nn.parallel.DistributedDataParallel under the same names.
+# These are arguments of torch.nn.parallel.DistributedDataParallel.
 class TorchDdp(Options):
     bucket_cap_mb: Number = key(25, gt=0, le=2**20)
     """MiB of the buckets in which gradients are averaged"""
@@ -323,6 +323,7 @@ class Zero(Section):
 
 Pixels = Annotated[tuple[Natural, Size], Field(strict=False)]
 PixelsAndBatch = Annotated[tuple[Natural, Size, Natural], Field(strict=False)]
+# One digit has to be other than 0: "0 min" would save after every step.
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
     int | str,
@@ -531,7 +532,7 @@ class Config(Section):
                     f"the nearest that are: {nearest_multiples(size, unit)}"
                 )
         decay = self.OPTIMIZER.layer_decay
-        # layer_decay lowers the rates of the blocks, none of which is trained
+        # layer_decay lowers the rates of the blocks, none of which is trained.
         if self.FREEZE and decay != 1:
             raise ValueError(
                 f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
@@ -544,7 +545,7 @@ class Config(Section):
                 "unequal classes twice: leave one out"
             )
         smoothing = self.LABEL_SMOOTHING
-        # a threshold makes every target 0 or 1 again
+        # A threshold makes every target 0 or 1 again.
         if smoothing and self.BCE_THRESHOLD not in (None, "soft"):
             raise ValueError(
                 f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: "
@@ -555,7 +556,7 @@ class Config(Section):
     def check_conflicts(self) -> None:
         """Raise `UserError` for the first of `CONFLICTS`, with the ``--set`` that resolves it."""
         fields = type(self).model_fields
-        # a key at its default may be in force without harm: recipes state some
+        # A key that is stated at its default has no effect to complain of: recipes state some.
         given = {name for name, field in fields.items() if getattr(self, name) != field.default}
         for name, exceeds, *others in CONFLICTS:
             value, *limits = (getattr(self, key) for key in (name, *others))
@@ -586,7 +587,7 @@ CONFLICTS = (
 def known_keys() -> dict[str, FieldInfo]:
     """Return every key by its dotted name; the last ones are of timm's models only."""
     keys = all_keys(Config)
-    # MODEL has one of two schemas, of which `Config` names the ViT's
+    # MODEL has one of two schemas. `Config` declares the ViT's only.
     return keys | {
         f"MODEL.{name}": field
         for name, field in TimmModel.model_fields.items()

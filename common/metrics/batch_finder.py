@@ -46,7 +46,7 @@ class BatchFinder(Measurement):
         self._draw(self.folder / "find_batch.png")
         print(f"curve        {shown}/find_batch.png\n             {shown}/find_batch.csv")
         scales = [row["noise_scale"] for row in self.rows]
-        # the first estimates average few steps
+        # The first estimates average few steps.
         last_third = scales[-math.ceil(len(scales) / 3) :]
         critical = scales[-1]
         if not all(0 < scale < math.inf for scale in last_third):
@@ -84,7 +84,7 @@ def compare_batches(critical: float, batch: int, steps: int) -> list[dict[str, s
 
     ``batch`` takes ``steps``; ``critical`` is the noise scale.
     """
-    # S of equation 2.7: the steps that an unlimited batch would take
+    # This is S of equation 2.7: the steps that an unlimited batch would take.
     fewest = steps / (1 + critical / batch)
     rows = []
     for size in sorted({*BATCHES, batch}):

@@ -22,7 +22,7 @@ class Curves:
 
     def __call__(self, metrics: Metrics) -> None:
         self.is_stale = True
-        # a train record alone moves no curve of acc.jpeg, and comes too often
+        # Train records change no curve of acc.jpeg, and come too often.
         if metrics["kind"] == "eval" and time.perf_counter() - self.drawn >= DRAWING_EVERY:
             self.close()
 
@@ -48,7 +48,7 @@ def name_loss(config: Mapping[str, Any]) -> str:
 def draw_curves(folder: Path) -> None:
     """Plot a run's losses to loss.jpeg, and its top-1 and top-5 accuracy to acc.jpeg."""
     records = read_metrics(folder)
-    file = folder / "config.json"  # a folder of metrics alone has none
+    file = folder / "config.json"  # A folder of metrics alone has none.
     config = json.loads(file.read_text())["config"] if file.exists() else {}
 
     def draw(picture: str, ylabel: str, scale: float, curves: Sequence[tuple[str, ...]]) -> None:

@@ -144,13 +144,13 @@ class WeightsAndBiases:
     """
 
     def __init__(self, folder: Path, *_: int):
-        # no reports to wandb's authors: a run sends nothing that its user did not ask for
+        # wandb would report errors to its authors. A run sends only what its user asks for.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         id_file = own_file(folder / "wandb_id")
         mode = os.environ.get("WANDB_MODE", "offline")
-        # offline, wandb ignores `resume` with a warning; by the id `wandb sync` merges the parts
+        # Offline, wandb ignores `resume` with a warning. By the id, `wandb sync` merges the parts.
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "vit-large-batch"),
             name=folder.name,

@@ -37,7 +37,7 @@ class LearningRateFinder(Measurement):
 
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
-        # the test sets the rates itself
+        # The test sets the rates itself.
         trainer.engine.lr_scheduler = None
         # the groups' rates differ by layer decay; "lr" may be a warm-up's
         groups = trainer.engine.optimizer.param_groups
@@ -62,7 +62,7 @@ class LearningRateFinder(Measurement):
         loss_of_step = total / gpc.get_world_size(ParallelMode.GLOBAL)
         self.loss = torch.zeros_like(self.loss)
         self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
-        # the average starts at 0, as Adam's: corrected for it
+        # The average starts at 0. As in Adam, this corrects for it.
         smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))
         self.rows.append(
             {"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed}

@@ -28,7 +28,7 @@ class ProfilerHook(Measurement):
 
     def before_train(self, trainer: Trainer) -> None:
         if self.is_main:
-            # `warmup` records and drops a step, as the tracer's own start is slow
+            # The tracer's start is slow: `warmup` records a step and drops it.
             steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
             self.profile = profile(
                 schedule=steps,

@@ -178,7 +178,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError`
     for everything that would fail later.
     """
-    # flags that stand for a key are settings, so that they go through the same checks
+    # Flags that stand for a key become settings, so that they go through the same checks.
     settings = list(args.set)
     if args.init:
         settings.append(f"INIT={args.init!r}")
@@ -190,7 +190,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
     if task.download and not named_root(config) and not args.dry_run:
-        # the config says so from here on: config.json and a resumed run name the folder
+        # The config says so from here on: config.json and a resumed run name the folder.
         config["DATA"] |= {"root": "data", "download": True}
         if is_first_process():
             print_wrapped(
@@ -204,11 +204,11 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
-        # the checks below build the model
+        # The checks below build the model.
         config["MODEL"]["num_classes"] = _count_classes(config, data)
         class_weights(config, data.class_counts)  # refuses a list of another length
     plan = build_plan(config, gpus, data)
-    # the noise is the difference between gradients of several micro-batches or ranks
+    # The noise is measured between gradients of several micro-batches or ranks.
     if args.find_batch and plan.total_batch == plan.micro_batch:
         raise UserError(f"--find-batch: {UNMEASURED}")
     # a path that another folder can read, or the whole name on the Hub
@@ -223,7 +223,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
 
 def _count_classes(config: Mapping[str, Any], data: DataSummary) -> int:
     """Return the classes of the head: MODEL.num_classes, else the data set's."""
-    # more than the data set's are allowed: the head of INIT's weights may be kept
+    # There may be more classes than the data set's: the head of INIT's weights is kept.
     classes = config["MODEL"]["num_classes"] or data.num_classes
     if classes < data.num_classes:
         raise UserError(
@@ -242,11 +242,11 @@ def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
 def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -> None:
     """Hold out the images that the run which is resumed did, unless DATA.split says how."""
     data = config["DATA"]
-    # a task with splits of its own holds nothing out
+    # A task with splits of its own holds nothing out.
     if not task.has_splits:
         refuse_unused(data, ["split"])
         return
-    # its own record first; a branch has none at its first start
+    # The run's own record goes first. A branch has none at its first start.
     for folder in (output_folder(args, config), Path(args.resume)):
         if data["split"] is None and (folder / CONFIG).is_file():
             data["split"] = read_config(folder, read_about(folder, ConfigFile))["DATA"]["split"]
@@ -265,7 +265,7 @@ def check_init(
             _check_random_start(config, args.config)
         return ""
     names = data.class_names if data else ()
-    # on the meta device: it costs no memory, and reads the weights' names and shapes alone
+    # The meta device costs no memory. Only names and shapes are compared.
     done = load_pretrained(build_on_meta(config["MODEL"]), config["INIT"], names, classes)
     # what happens to the head is not known without the number of classes
     return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
@@ -336,7 +336,7 @@ def _check_single_images(config: Mapping[str, Any]) -> None:
     model = config["MODEL"]
     if model.get("sync_bn"):  # the statistics are those of all GPUs' images
         return
-    # batch norms refuse a single value per channel: only running the model tells
+    # Batch norms refuse a single value per channel. Only running the model tells.
     images = torch.empty(1, 3, model["image_size"], model["image_size"], device="meta")
     try:
         build_on_meta(model, config["FREEZE"]).train()(images)

@@ -75,7 +75,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     _handle_signals_and_errors(launch, prepared)
     init_distributed(launch, prepared.config, shared_by_ranks(args, prepared))
     output = output_folder(args, prepared.config)
-    # a run that is refused leaves no empty folder
+    # A run that is refused leaves no empty folder.
     at_end(remove_unused, output)
     # One rank reads and locks, so that all decide alike and no two read a changing folder.
     begin = ask_first_rank(lambda: lock_and_find_start(output, args, prepared))
@@ -96,7 +96,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         resolution = plan.resolutions[-1 if args.find_batch else 0]
         plan = replace(plan, resolutions=(replace(resolution, end=steps),))
     prepared = prepared._replace(plan=plan)
-    # every rank has the record, as every rank's hooks read the config in it
+    # Every rank has the record: its hooks read the config in it.
     about = _describe_start(args, argv, task, prepared)
     if is_main and begin.checkpoint:
         print_changes(about, begin.checkpoint)
@@ -154,7 +154,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
     """
     flags = ("world_size", "output", "resume", "allow_change", "find_lr", "find_batch", "profile")
     shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
-    # kernels of other versions round otherwise, so that ranks would drift apart
+    # Kernels of other versions round otherwise, and ranks would drift apart.
     shared |= package_versions()
     data = prepared.data
     if data:
@@ -183,10 +183,10 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     """
     config, plan, data, _ = prepared
     is_new = not (output / CONFIG).exists()
-    # before the lock, which creates the folder
+    # This goes before the lock, which creates the folder.
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
         check_init(config, args, data)
-    lock_folder(output)  # before the checkpoints are read, which another run might remove
+    lock_folder(output)  # Another run might remove the checkpoints that are read below.
     if args.measures:
         return StartPoint()
     path = choose_checkpoint(args.resume, output)
@@ -275,7 +275,7 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> ReadingO
     config, plan, data, _ = prepared
     if not data or not data.shard_bytes:
         return ReadingOrder()
-    # an order of another kind would visit images twice in the epoch that is resumed
+    # Another order would show some images twice in the epoch that is resumed.
     options = config["DATA"]
     saved = read_about(start_from)["plan"]["order"] if start_from else None
     if options["sampling"]:
@@ -371,7 +371,7 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
     samples = plan.micro_batch * plan.accumulation
-    # the same global batch, cut into more micro-batches
+    # The global batch stays, cut into more micro-batches.
     smaller = range(plan.micro_batch - 1, 0, -1)
     fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"

@@ -78,19 +78,30 @@ REFUSED = [
     (ROWS + "4,a\n5.jpg,a\n", "", "line 6: 5.jpg: no such image"),
     (ROWS, "", "4.jpg: no row.*labels.csv: rows or images without a match: 1, more than 1% of 4"),
     (ROWS + "4,a\n4.jpg,b\n", "", "4.jpg: several labels: a, b"),
-    (ROWS + "4,big, a\n", "", "line 5: 3 cells, not 2; names with commas need quotes"),
-    (ROWS + "4,\n", "", "line 5: 4.jpg: no label"),
+    (ROWS + "4,big, a\n", "", "line 5: 4: more cells than columns; names with commas need quotes"),
+    (ROWS + "4,\n", "", "line 5: 4: no label"),
     (ROWS + '4,"a\n', "", "labels.csv: line 5: unexpected end of data; mend it"),
     (ROWS + "4,\u00e9\n", "", "labels.csv: not UTF-8 text .byte 25.; save it as UTF-8"),
-    ("\n", "", "labels.csv: empty; a table has"),
-    ("name,label\nx/1,a\n", "", "columns name, label, none with paths of images relative to IMA"),
-    ("1,a,c\n2,b,d\n3,b,d\n4,a,c\n", "", "columns 1, 2, 3; labels may be 2, 3: name it"),
-    (ROWS, "--columns=path=nam", "columns: 'path=nam' is none of .* has the columns name, label"),
+    (
+        "name,label\nx/1,a\n",
+        "",
+        "columns name, label, paths are relative to IMAGES; path may be none",
+    ),
+    (
+        "1,a,c\n2,b,d\n3,b,d\n4,a,c\n",
+        "",
+        "columns 1, 2, 3, .*; label may be 2 or 3: name it, as columns label=NAME",
+    ),
+    (ROWS, "--columns=path=nam", "columns path=nam: not path=NAME,.* has the columns name, label"),
     ("name,label\n9,a\n8,b\n", "--columns=path=name --max-refused=1", "without a match: 6, more"),
     ("1,a,val\n2,b,val\n3,b,val\n4,a,val\n", "", "images: no train split, only validation; name"),
     ("1,a\n2,a\n3,a\n4,a\n", "", "labels.csv: one class, a; at least 2 are needed"),
     (START + "train\n4,c,val\n", "", "class c of validation has no training images"),
-    (START + "3\n4,a,3\n", "--columns=split=split", "3.jpg: split '3' is not train, val or test"),
+    (
+        START + "3\n4,a,3\n",
+        "--columns=split=split",
+        "line 4: 3: split '3' is not train, val or test",
+    ),
 ]
 
 

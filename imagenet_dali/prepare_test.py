@@ -151,6 +151,8 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
             (source, dest, "--split=test", "--validation-share=0.1"),
             "--validation-share=0.1: --split test prepares all",
         ),
+        ((source, dest, "--columns=path=a"), "--columns=path=a: columns of which table. add --lab"),
+        ((source, dest, "--labels=gone.csv"), "gone.csv: No such file or directory"),
         ((source, dest, "--shards=100"), "--shards=100: more than the 6 images"),
         ((source,), "give SOURCE and DEST"),
         (("--adopt", source, "--shards=2"), "--shards=2: has no effect with --adopt"),

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from scipy.ndimage import gaussian_filter
 from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
-from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import BinaryCrossEntropy
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import functional as tv
@@ -214,6 +214,7 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch
     assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("weights", [None, torch.arange(5) / 3])
 @pytest.mark.parametrize(
     ("smoothing", "threshold", "is_summed"),
     [
@@ -225,50 +226,25 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch
         (0.1, "soft", True),
     ],
 )
-def test_the_loss_is_timms(smoothing, threshold, is_summed):
+def test_the_loss_is_torchs_or_timms(smoothing, threshold, is_summed, weights):
     """Computed in float32, of all rows but the padding."""
     torch.manual_seed(0)
     logits = torch.randn(9, 5, dtype=torch.bfloat16)
     target = torch.randint(5, (9,))
-    theirs = SoftTargetCrossEntropy()
-    if threshold is not None:
-        limit = None if threshold == "soft" else threshold
-        theirs = BinaryCrossEntropy(smoothing=0, target_threshold=limit, sum_classes=is_summed)
-    criterion = MixupLoss(smoothing, threshold, is_summed)
+    limit = None if threshold == "soft" else threshold
+    theirs = BinaryCrossEntropy(smoothing=0, target_threshold=limit, sum_classes=is_summed)
+    criterion = MixupLoss(smoothing, threshold, is_summed, weights)
     padded = F.pad(logits, (0, 0, 0, 3))
     labels = [F.pad(each, (0, 3), value=-100) for each in (target, target.flip(0))]
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
-        expected = theirs(logits.float(), mixup_target(target, 5, share, smoothing))
+        soft = mixup_target(target, 5, share, smoothing)
+        expected = F.cross_entropy(logits.float(), soft, weights)
+        if threshold is not None:
+            of_classes = torch.ones(5) if weights is None else weights
+            of_images = mixup_target(target, 5, share) @ of_classes
+            losses = map(theirs, logits.float().split(1), soft.split(1))
+            expected = (of_images * torch.stack([*losses])).mean()
         blended = criterion(padded, *labels, torch.tensor(share))
         torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(criterion(padded, labels[0]), expected, rtol=1e-6, atol=0)
     assert criterion(logits, torch.full_like(target, -100)) == 0
-
-
-@pytest.mark.parametrize(
-    ("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.0, 0.5), (0.1, "soft")]
-)
-def test_class_weights_are_torchs(smoothing, threshold):
-    torch.manual_seed(0)
-    logits = torch.randn(9, 5)
-    target = torch.randint(5, (9,))
-    weights = 3 * torch.rand(5)
-    criterion = MixupLoss(smoothing, threshold, bce_sum=True, class_weights=weights)
-    padded = F.pad(logits, (0, 0, 0, 3))
-    labels = [F.pad(each, (0, 3), value=-100) for each in (target, target.flip(0))]
-    for share in (0.3, 1.0):
-        soft = mixup_target(target, 5, share, smoothing)
-        expected = F.cross_entropy(logits, soft, weights)
-        if threshold is not None:
-            of_image = mixup_target(target, 5, share) @ weights
-            expected = F.binary_cross_entropy_with_logits(
-                logits, (soft > 0.5).float() if threshold == 0.5 else soft, reduction="none"
-            )
-            expected = (of_image * expected.sum(1)).mean()
-        torch.testing.assert_close(criterion(padded, *labels, torch.tensor(share)), expected)
-    torch.testing.assert_close(criterion(padded, labels[0]), expected)
-    if threshold is None:
-        of_labels = F.cross_entropy(
-            logits, target, weights, label_smoothing=smoothing, reduction="sum"
-        )
-        torch.testing.assert_close(expected, of_labels / 9)

@@ -74,20 +74,16 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
 
 
 def test_classes_are_drawn_equally_often():
-    epochs = []
-    for epoch in range(2):
-        steps = global_batches(1000, 8, 8, 1, epoch=epoch, balanced=LABELS)
-        indices = np.concatenate([drawn for drawn, _ in steps])
-        labels = LABELS[indices].reshape(-1, 4)
-        assert (np.sort(labels) == [0, 1, 3, 4]).all()
-        assert len(np.unique(labels, axis=0)) > 20  # in any order
-        for label in (0, 1, 3, 4):  # 250 draws, of its samples in turn
-            _, counts = np.unique(indices[LABELS[indices] == label], return_counts=True)
-            assert counts.sum() == 250
-            assert len(counts) == min(250, np.count_nonzero(label == LABELS))
-            assert counts.max() - counts.min() <= 1
-        epochs.append(set(indices[LABELS[indices] == 3].tolist()))
-    assert len(epochs[0] & epochs[1]) < 150  # other samples of the large class
+    """250 times each, one of each in every four draws, and all samples of a class in turn."""
+    batch, other = (
+        global_batches(1000, 1000, 1000, 1, epoch=epoch, balanced=LABELS)[0][0] for epoch in (0, 1)
+    )
+    labels = LABELS[batch].reshape(-1, 4)
+    assert (np.sort(labels) == [0, 1, 3, 4]).all()
+    assert len(np.unique(labels, axis=0)) == 24  # in all orders
+    for label, times in {3: {0, 1}, 0: {1, 2}, 4: {2, 3}, 1: {25}}.items():
+        assert {*np.bincount(batch, minlength=1000)[label == LABELS]} == times
+    assert len({*batch} & {*other}) < 450  # other samples of the large class
 
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():

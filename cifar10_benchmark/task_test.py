@@ -108,12 +108,17 @@ def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
     assert all(map(torch.equal, images, (images for images, _ in build(data))))
 
 
+def test_classes_are_drawn_equally_often(data):
+    batches = build_train(data | {"sampling": "balanced"})
+    assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [16] * 3
+
+
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):
     with pytest.raises(
         UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"
     ):
         build_train(data, image_size=32)
-    keys = "loader workers crop crop_scale crop_ratio window randaugment order block"
+    keys = "loader workers crop crop_scale crop_ratio window randaugment order block labels columns"
     for key in keys.split():
         with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
             describe_data(data | {key: 9})

@@ -31,7 +31,7 @@ def images(tmp_path_factory) -> Path:
     [
         (",", "image_id,label,n", "{path},{label},1", ["--max-refused=0.04"]),
         ("\t", "species\tn\tfile", "{label}\t{n}\t.\\{path}.jpg", []),
-        (";", "", "{path}.jpg;{label}", []),
+        (";", "", "{path}.jpg ; {label} ", []),
         (",", "a,b,c,d", "{n},{path}.jpg,1,{label}", ["--columns=path=b,label=d"]),
     ],
 )
@@ -45,10 +45,11 @@ def test_a_table_makes_the_data_set_of_the_folders(images, tmp_path, delimiter, 
             label = path.parent.name
             values = dict(path=f"{label}/{path.stem}", label=label, n=n)
             writer.writerow([cell.format(**values) for cell in row.split(delimiter)])
+        writer.writerow(["", ""])  # as a spreadsheet may end
     expected = read_folder(images.with_name("made"))
     if "--max-refused=0.04" in flags:
-        (root / "more.png").write_bytes(b"")
-        expected["refused.txt"] = b"more.png: no row\n"
+        (root / CLASSES[0] / "0001.png").write_bytes(b"")  # its row names the JPEG
+        expected["refused.txt"] = b"cat, big/0001.png: no row\n"
     main([str(root), str(tmp_path / "made"), "--workers=1", f"--labels={table}", *flags])
     made = read_folder(tmp_path / "made")
     del made["manifest.json"], expected["manifest.json"]

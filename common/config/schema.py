@@ -321,8 +321,8 @@ class Zero(Section):
     """1: shard the optimizer's state; 3: parameters and gradients too"""
 
 
-Pixels = Annotated[tuple[Natural, Size], Field(strict=False)]
-PixelsAndBatch = Annotated[tuple[Natural, Size, Natural], Field(strict=False)]
+EpochsAndPixels = Annotated[tuple[Natural, Size], Field(strict=False)]
+EpochsPixelsAndBatch = Annotated[tuple[Natural, Size, Natural], Field(strict=False)]
 # One digit has to be other than 0: "0 min" would save after every step.
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
@@ -356,7 +356,7 @@ class Config(Section):
     MAX_STEPS: Natural | None = None
     """optimizer steps after which to stop early; the schedule is unchanged"""
 
-    IMAGE_SIZES: list[Pixels | PixelsAndBatch] = key(
+    IMAGE_SIZES: list[EpochsAndPixels | EpochsPixelsAndBatch] = key(
         [], title="list of (epochs, pixels) or (epochs, pixels, images)"
     )
     """side of the training images in the first epochs, and their micro-batch if not
@@ -569,12 +569,12 @@ class Config(Section):
                 )
 
 
-# A key, the comparison in which it exceeds the next one, and that. With None the key has no effect
-# while the others are at their defaults.
+# A key, a comparison, others. Refused if the comparison holds for the key's value and the other's;
+# with None if the key is set while all others are at their defaults, so that it has no effect.
 CONFLICTS = (
     ("BCE_SUM", None, "BCE_THRESHOLD"),
     ("EMA_WARMUP", None, "EMA"),
-    ("IMAGE_SIZES", lambda sizes, epochs: sum(own for own, *_ in sizes) > epochs, "NUM_EPOCHS"),
+    ("IMAGE_SIZES", lambda sizes, limit: sum(epochs for epochs, *_ in sizes) > limit, "NUM_EPOCHS"),
     ("ERASING_MODE", None, "ERASING"),
     ("MIXUP_OFF_EPOCHS", None, "MIXUP", "CUTMIX"),
     ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.crops import CROP_UNIFORMS, RandomCrop
+from common.data.crops import CROP_UNIFORMS, FLIP, RandomCrop
 from common.data.loader import to_device
 
 # Area and aspect ratio of the erased rectangle, as in torchvision and timm.
@@ -37,7 +37,7 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
         images.masked_fill_(erased_B1YX, 0)
         return
     # The flip of the first image's crop is not used: it seeds the noise.
-    seed = int(uniforms[0, CROP_UNIFORMS - 1] * 2**53)
+    seed = int(uniforms[0, FLIP] * 2**53)
     generator = torch.Generator(images.device).manual_seed(seed)
     noise = torch.randn(images.shape, generator=generator, device=images.device)
     images.copy_(torch.where(erased_B1YX, noise, images))

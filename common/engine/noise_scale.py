@@ -69,6 +69,7 @@ class NoiseScale:
 
     ``averages``, [|G|^2, tr(Sigma)], are of this rank's micro-batches: the mean over all ranks is
     that of the training. Both begin at 0 and have the same weights, whose sum cancels in the ratio.
+    Where images change size they go on: for about 100 steps they mix both sizes.
     """
 
     def __init__(self, model: nn.Module):
@@ -136,8 +137,9 @@ class NoiseScale:
         ``grad_norm`` is that of the step before clipping; ``micro_batch`` is in images. A step that
         is a single micro-batch, as epochs of smaller images may have, changes nothing.
         """
-        # Each loss was divided by their number. A tensor-parallel rank has its shards' squares: the
-        # mean over the group is then that of the full gradient.
+        # Each loss was divided by `accumulated`, so `squares` is the sum of |g|^2 over this rank's
+        # micro-batches divided by its square. A tensor-parallel rank has the squares of its
+        # shards: times the ranks of the group, their mean is that of the full gradient.
         small = self.squares * (self.accumulated * gpc.get_world_size(ParallelMode.TENSOR))
         count = self.accumulated * gpc.get_world_size(ParallelMode.DATA)
         self.accumulated = 0

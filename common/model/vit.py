@@ -23,14 +23,14 @@ from common.config.model_keys import Model
 MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
 
-def draw_(tensor: Tensor) -> Tensor:
+def init_weight_(tensor: Tensor) -> Tensor:
     """Initialise ``tensor``, unless it is on the meta device, where that would take a second."""
     return tensor if tensor.is_meta else nn.init.trunc_normal_(tensor, std=0.02)
 
 
 def build_linear(in_features: int, out_features: int) -> nn.Linear:
     layer = nn.Linear(in_features, out_features)
-    draw_(layer.weight)
+    init_weight_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -88,8 +88,8 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = round((1 - self.p) * MASK_LEVELS)
-        is_random = self.training and 0 < kept < MASK_LEVELS
+        kept_levels = round((1 - self.p) * MASK_LEVELS)
+        is_random = self.training and 0 < kept_levels < MASK_LEVELS
         if not is_random or not x.is_cpu or torch.compiler.is_compiling():
             return super().forward(x)
         count = x.numel()
@@ -97,8 +97,8 @@ class Dropout(nn.Dropout):
         # The default lower bound, 0, would never set the sign bit.
         bits = integers.random_(-(2**63), None).view(torch.int16)
         # In place and without bool tensors, which PyTorch converts slowly.
-        mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
-        return (x * mask).mul_(MASK_LEVELS / kept)
+        mask = bits.lt_(kept_levels - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
+        return (x * mask).mul_(MASK_LEVELS / kept_levels)
 
 
 class Attention(nn.Module):
@@ -149,14 +149,16 @@ class DropPath(nn.Module):
         self.rate = rate
         # A tensor is an input of compiled code. A number would be a constant, and each block, with
         # its own rate, a graph of its own. On the CPU it is read without waiting.
-        self.kept = torch.tensor(1 - rate, device="cpu")
+        self.keep_rate = torch.tensor(1 - rate, device="cpu")
 
     def forward(self, branch_BND: Tensor) -> Tensor:
         if not self.training:
             return branch_BND
         if torch.compiler.is_compiling():
-            keeps_B11 = torch.rand(branch_BND.shape[0], 1, 1, device=branch_BND.device) < self.kept
-            return branch_BND * (keeps_B11 / self.kept).to(branch_BND.dtype)
+            keeps_B11 = (
+                torch.rand(branch_BND.shape[0], 1, 1, device=branch_BND.device) < self.keep_rate
+            )
+            return branch_BND * (keeps_B11 / self.keep_rate).to(branch_BND.dtype)
         if self.rate == 0:
             return branch_BND
         keep = 1 - self.rate
@@ -296,7 +298,7 @@ def _build_position(arguments: Model) -> nn.Parameter:
     width = arguments.width
     prefix = arguments.embedded_prefix
     if arguments.position == "learned":
-        return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
+        return nn.Parameter(init_weight_(torch.empty(1, side * side + prefix, width)))
     # A parameter, although it is fixed: it is in the state_dict, as in timm.
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 

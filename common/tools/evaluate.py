@@ -74,7 +74,12 @@ def main(argv: list[str]) -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = build_parser(__doc__, takes_others=True)
-    parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="another data set, read by the run's DATA.loader: for folders of images add "
+        "--set DATA.loader=torchvision (default: the run's)",
+    )
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
     parser.add_argument("--class-order", choices=ORDERS, help=ORDER_HELP)
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)

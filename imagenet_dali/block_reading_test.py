@@ -45,7 +45,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     assert (split.is_shuffled, by_class.is_shuffled) == (True, False)
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
     monkeypatch.setattr("common.run.start.memory_bytes", lambda: 1)
-    data = {"root": "/data", "loader": "dali", "order": None}
+    data = {"root": "/data", "loader": "dali", "order": None, "sampling": None}
     with pytest.raises(
         UserError, match=r"DATA.order='blocks': DATA.root=/data has shards sorted by class"
     ):

@@ -30,7 +30,7 @@ ALLOWED = {
     "common/metrics/hook.py:MetricsHook.state_dict",
     "common/metrics/hook.py:MetricsHook.load_state_dict",
     "common/metrics/hook.py:MetricsHook.before_test",
-    "common/metrics/hook.py:average",
+    "common/metrics/evaluation.py:Counts.sum_over_ranks",
     "common/checkpoint/save.py:full_state_dict",
     "common/checkpoint/save.py:load_full_state_dict",
     "common/engine/tensor_parallel/sharding.py:load_full_optimizer_state",

@@ -219,7 +219,7 @@ class Log(Section):
 
     noise_scale: bool | None = None
     """measure the gradient noise scale
-    ([large-batches.md](large-batches.md#the-gradient-noise-scale)); `None`: where a step has
+    (docs/large-batches.md); `None`: where a step has
     several micro-batches or data-parallel GPUs, but not with 2d, 2.5d and 3d, where it costs
     communication"""
 

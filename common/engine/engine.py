@@ -28,8 +28,8 @@ class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
     `Trainer` calls `train_step`. A script's own loop may call upstream's `zero_grad`, `backward`
-    and `step` for every micro-batch instead, with the same result. The model's output is float32,
-    each tensor of it if there are several.
+    and `step` for every micro-batch instead: the weights are the same, the noise scale is not
+    measured. The model's output is float32, each tensor of it if there are several.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the
     backward pass in DDP's ``no_sync``, which acts on the forward pass: gradients are all-reduced in

@@ -94,7 +94,7 @@ OPTIMIZERS = {
     ),
     "muon": OptimizerEntry(
         Muon,
-        defaults=dict(betas=BETAS, eps=1e-8, momentum=0.95, adamw_lr_scale=1.0),
+        defaults=dict(betas=BETAS, eps=1e-8, momentum=0.95, adamw_lr_scale=1.0, bfloat16=False),
         state=ADAM,
         traffic=8,
         matrix_state=("momentum_buffer",),

@@ -85,6 +85,7 @@ class Muon(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_lr_scale: float = 1.0,
+        bfloat16: bool = False,
         map_full: MapFull | None = None,
         ranks: int = 1,
     ) -> None:
@@ -92,6 +93,7 @@ class Muon(AdamW):
         self.matrices = matrices
         self.momentum = momentum
         self.adamw_lr_scale = adamw_lr_scale
+        self.bfloat16 = bfloat16
         self.map_full = map_full or (lambda function, _, values: function(values))
         self.ranks = ranks
 
@@ -149,7 +151,8 @@ class Muon(AdamW):
         """Update matrices of one shape."""
         rows = self.matrices[batch[0]][1]
         directions = self._accumulate(batch, gradients)
-        updates = self.map_full(partial(orthogonalize, rows=rows), batch, directions)
+        function = partial(orthogonalize, rows=rows, bfloat16=self.bfloat16)
+        updates = self.map_full(function, batch, directions)
         update_of = dict(zip(batch, updates, strict=True))
         for group in self.param_groups:
             params = [p for p in group["params"] if p in update_of]
@@ -195,17 +198,17 @@ class Muon(AdamW):
         )
 
 
-def orthogonalize(stacks: list[Tensor], rows: int) -> Sequence[Tensor]:
+def orthogonalize(stacks: list[Tensor], rows: int, bfloat16: bool = False) -> Sequence[Tensor]:
     """Return U V^T of each matrix U S V^T of M = `rows` rows, times 0.2 sqrt(max(M, N)).
 
     `stacks` are stacks of such matrices, [K * M, N] with a K of each. Five Newton-Schulz iterations
     bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as `torch.optim.Muon`, on a
-    CPU in the dtype of `stacks`. The results are views of one tensor.
+    CPU in the dtype of `stacks` unless ``bfloat16``. The results are views of one tensor.
     """
     a, b, c = COEFFICIENTS
     dtype, lengths = stacks[0].dtype, [len(stack) for stack in stacks]
     x_KMN = torch.cat(stacks).unflatten(0, (-1, rows))
-    x_KMN = x_KMN if x_KMN.is_cpu else x_KMN.bfloat16()
+    x_KMN = x_KMN.bfloat16() if bfloat16 or not x_KMN.is_cpu else x_KMN
     columns = x_KMN.shape[2]
     # The norm bounds the singular values: the iteration needs them to be at most 1.
     x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)

@@ -8,7 +8,7 @@ from common.config.load import load_config
 from common.model.build import build_on_meta
 from common.optim import muon
 from common.optim.build import build_optimizer
-from common.optim.muon import Muon, count_matrices
+from common.optim.muon import Muon, count_matrices, orthogonalize
 from common.testing.ranks import run_ranks
 from common.testing.simulated_gpu import CUDA, simulate_gpu
 
@@ -58,6 +58,13 @@ def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
         optimizer.found_inf = torch.ones(())
         optimizer.step()
     torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
+
+
+def test_iterates_in_bfloat16_if_asked():
+    torch.manual_seed(0)
+    matrix = torch.randn(32, 64)
+    exact, rounded = (orthogonalize([matrix], 32, bfloat16)[0] for bfloat16 in (False, True))
+    assert 0.001 < (rounded - exact).norm() / exact.norm() < 0.02
 
 
 def count_launches() -> int:

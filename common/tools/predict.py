@@ -3,6 +3,7 @@
 python scripts/predict.py outputs/quickstart digit.png folder_of_images
 python scripts/predict.py hf-hub:timm/vit_small_patch16_224.augreg_in21k_ft_in1k cat.jpg
 curl -s https://example.org/cat.jpg | python scripts/predict.py outputs/vit-b16 - --json
+python scripts/predict.py outputs/vit-b16 photographs --features photographs.npy
 """
 
 import json
@@ -10,12 +11,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import UnidentifiedImageError
+from torch import Tensor
 
 from common.checkpoint.saved_run import SavedRun
 from common.checkpoint.weights import open_model
@@ -32,6 +35,7 @@ from common.tools.arguments import build_parser, name_classes
 STDIN = "-"
 BATCH = 64
 BEST = 5
+PARQUET = ".parquet"
 
 Answer = dict[str, Any]
 
@@ -44,14 +48,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object a line, for each image"
     )
+    parser.add_argument(
+        "--features",
+        type=Path,
+        metavar="FILE",
+        help="also write what the head gets of each image, to FILE.npy or FILE.parquet",
+    )
     args = parser.parse_args(argv)
+    if args.features:
+        _check_features(args.features)
     images = list_images(args.images)
     run = open_model(args.run, args.set, raw=args.raw)
     name_classes(run, args.classes)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     status = 0
+    features = []
     for answer in predict(run, images):
+        # an image that cannot be read has a row too: rows are in the order of the images
+        features.append(answer.pop("features", np.full(1, np.nan, np.float32)))
         if "error" in answer:
             # 1 for an image that cannot be read, 2 for a model whose outputs are not finite.
             status = max(status, 2 if "classes" in answer else 1)
@@ -63,8 +78,35 @@ def main(argv: list[str]) -> None:
                 f"{best['class']} {100 * best['probability']:.1f} %" for best in answer["classes"]
             )
             print(printable(f"{answer['image']}: {classes}"), flush=True)
+    if args.features:
+        write_features(args.features, images, features)
     if status:
         sys.exit(status)
+
+
+def _check_features(path: Path) -> None:
+    """Raise `UserError` unless features can be written to ``path``, before hours of work."""
+    if path.suffix not in (".npy", PARQUET):
+        raise UserError(f"--features {path}: name a file that ends in .npy or {PARQUET}")
+    if path.suffix == PARQUET and not find_spec("pyarrow"):
+        raise UserError(f"--features {path} needs pyarrow: pip install pyarrow, or write a .npy")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]) -> None:
+    """Write the features of each image as .npy, float32 [images, width], or as .parquet.
+
+    Rows of one value, NaN, are repeated to the width of the others.
+    """
+    features_ND = np.stack(np.broadcast_arrays(*features))
+    if path.suffix == PARQUET:
+        import pyarrow.parquet
+
+        table = pyarrow.table({"image": images, "features": list(features_ND)})
+        pyarrow.parquet.write_table(table, path)
+    else:
+        np.save(path, features_ND)
 
 
 def list_images(names: Sequence[str]) -> list[str]:
@@ -85,13 +127,19 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     """Yield an answer for each image, in order: ``image``, and ``classes`` or ``error``.
 
     ``classes`` are the `BEST` most probable, each with ``class`` (its name), ``label`` and
-    ``probability``. Where the model's outputs are not finite (NaN), there is an ``error`` and
-    ``classes`` is None. Images are prepared as for the run's evaluation.
+    ``probability``. ``features`` are what the head, or the first of several, gets: float32 [width].
+    Where the model's outputs are not finite (NaN), there is an ``error`` and ``classes`` is None.
+    Images are prepared as for the run's evaluation.
     """
     size = run.config["MODEL"]["image_size"]
     data = run.config["DATA"]
     crop = find_task(run.about["task"]).build_eval_crop(data, size)
-    predictor = Predictor(run.load_model(), run.config)
+    model: Any = run.load_model()
+    head_inputs: list[Tensor] = []
+    model.get_submodule(model.head_names[0]).register_forward_pre_hook(
+        lambda _, inputs: head_inputs.append(inputs[0])
+    )
+    predictor = Predictor(model, run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
     # Threads suffice: Pillow decodes in C, without Python's lock.
     with ThreadPoolExecutor() as pool:
@@ -105,7 +153,10 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
                 pixels_BHWC = torch.from_numpy(np.stack(decoded)).to(predictor.device)
                 pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
                 probabilities_BC = predictor(normalize(pixels_BCHW)).softmax(1).cpu()
-                answers = map(partial(_best, run.class_names), probabilities_BC)
+                # A copy: a view would keep the tokens of all images in memory. Some heads are
+                # convolutions of one pixel, [B, D, 1, 1].
+                features_BD = head_inputs.pop().flatten(1).float().cpu().numpy().copy()
+                answers = map(partial(_best, run.class_names), probabilities_BC, features_BD)
             for image, view in zip(batch, views, strict=True):
                 answer = {"error": view} if isinstance(view, str) else next(answers)
                 yield {"image": image} | answer
@@ -130,13 +181,14 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> Answer:
-    """Return the most probable classes of an image."""
+def _best(names: Sequence[str], probabilities_C: Tensor, features_D: np.ndarray) -> Answer:
+    """Return the most probable classes of an image, and its features."""
+    answer: Answer = {"features": features_D}
     if probabilities_C.isnan().any():
-        return {"classes": None, "error": "the model's outputs are not finite (NaN)"}
+        return answer | {"classes": None, "error": "the model's outputs are not finite (NaN)"}
     values, labels = probabilities_C.topk(min(BEST, len(names)))
     classes = [
         {"class": names[label], "label": label, "probability": round(value, 6)}
         for value, label in zip(values.tolist(), labels.tolist(), strict=True)
     ]
-    return {"classes": classes}
+    return answer | {"classes": classes}

@@ -10,8 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from PIL import Image
+from pyarrow.parquet import read_table
 
+from common.checkpoint.saved_run import open_run
+from common.errors import UserError
+from common.files import ROOT
 from common.testing.tiny_task import NAMES, timm_logits
 from common.tools import predict
 
@@ -35,19 +41,23 @@ def pictures(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys, monkeypatch):
+def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(predict, "BEST", 9)  # more than the 7 classes
     content = io.BytesIO((pictures / "a.png").read_bytes())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
     with Image.open(pictures / "a.png") as picture:
         values, labels = timm_logits(run, [picture])[0].softmax(0).topk(7)
-    predict.main([str(run), str(pictures), "-", "--json"])
+    file = tmp_path / "new" / "features.npy"
+    predict.main([str(run), str(pictures), "-", "--json", "--features", str(file)])
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [Path(answer["image"]).name[0] for answer in answers] == list("abcdef-")
-    for answer in answers:
+    weights = open_run(str(run)).load_weights()
+    logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
+    for answer, shares in zip(answers, logits.softmax(1), strict=True):
         for found, value, label in zip(answer["classes"], values, labels, strict=True):
             assert (found["label"], found["class"]) == (label, NAMES[label])
-            assert found["probability"] == pytest.approx(value.item(), abs=2e-3)
+            for share in (found["probability"], shares[label]):
+                assert share == pytest.approx(value.item(), abs=2e-3)
 
 
 def test_what_is_no_image_is_named_and_the_others_are_answered(
@@ -59,7 +69,7 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     shutil.copy(pictures / "a.png", tmp_path / "z.png")
     names = [tmp_path / name for name in ("text.jpg", "short.png", "gone.png", "z.png")]
     with pytest.raises(SystemExit, match="^1$"):
-        predict.main([str(run), *map(str, names)])
+        predict.main([str(run), *map(str, names), f"--features={tmp_path}/all.parquet"])
     out, err = capsys.readouterr()
     line = out.splitlines()[-1]
     assert re.fullmatch(rf"{names[3]}: (\S+ [\d.]+ %(; |$)){{5}}", line)
@@ -70,3 +80,27 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
         f"error: {names[2]}: No such file or directory\n",
         err,
     )
+    table = read_table(tmp_path / "all.parquet").to_pydict()
+    assert table["image"] == list(map(str, names))
+    assert np.isnan(table["features"]).sum(1).tolist() == [32, 32, 32, 0]
+
+
+def test_a_file_of_features_is_refused_before_the_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "find_spec", lambda module: None)
+    for name, message in {
+        "a.csv": "name a file that ends in .npy or .parquet",
+        "a.parquet": "needs pyarrow: pip install pyarrow",
+    }.items():
+        with pytest.raises(UserError, match=f"--features {name}:? {message}"):
+            predict.main(["gone", "a.png", "--features", name])
+
+
+def test_the_librarys_page_classifies_images(run, pictures, capsys):
+    text = (ROOT / "docs" / "library.md").read_text()
+    code = re.findall("```python\n(.*?)```", text, re.DOTALL)[1]
+    code = code.replace("outputs/mine", str(run)).replace("cat.jpg", "gone.png")
+    exec(code.replace("photographs", str(pictures)), {})
+    unread, *rows, shape = capsys.readouterr().out.splitlines()
+    assert unread == "gone.png: No such file or directory"
+    assert {row.split()[1] for row in rows} <= {*NAMES}
+    assert shape == f"({len(rows)}, 32)" == "(6, 32)"

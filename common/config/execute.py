@@ -3,7 +3,8 @@
 ``--set NUM_EPOCHS=9`` replaces the value as soon as the file assigns it, so what the file derives
 from it follows. An imported recipe is run with the same overrides, and with the importing file's
 plain values as further ones: of ``from configs.vit_b16 import *`` and ``NUM_EPOCHS = 100``, the
-recipe's ``WARMUP_EPOCHS = NUM_EPOCHS / 2`` is 50.
+recipe's ``WARMUP_EPOCHS = NUM_EPOCHS / 2`` is 50. A computed value cannot reach the recipe: if that
+derives another key from its own, the file is refused.
 """
 
 import ast
@@ -12,7 +13,6 @@ import traceback
 import types
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from common.config.schema import Config
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.files import read_bytes
-from common.text import did_you_mean
 
 CONFIGS = Path(configs.__path__[0])
 RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}
@@ -36,32 +35,28 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
 
     Raises `UserError` for a file that does not run, with the line that fails.
     """
+    used: dict[str, Any] = {}  # what imported recipes derive other keys from
+
+    def import_from(
+        module: str, variables: Any = None, scope: Any = None, names: Any = (), level: int = 0
+    ) -> Any:
+        """Import ``names`` from a recipe, or as `builtins.__import__` from any other module."""
+        recipe = _find_recipe(path, module) if names else None
+        if recipe is None:
+            return builtins.__import__(module, variables, scope, names, level)
+        # --set takes precedence over the importing file, as it does in that file.
+        values, its_reads = execute(recipe, {**plain, **overrides})
+        used.update({name: values[name] for name in its_reads & values.keys()})
+        # `import *` takes the public attributes of any object, not of a module only.
+        return types.SimpleNamespace(__name__=module, **values)
+
+    # An import statement calls the `__import__` among the builtins of its own namespace.
+    functions = {**vars(builtins), "__import__": import_from}
+    variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
+    variables.overrides = overrides
     try:
         tree = ast.parse(read_bytes(path), str(path))
-        outline = _read_ahead(tree.body)
-
-        def import_from(
-            module: str, variables: Any = None, scope: Any = None, names: Any = (), level: int = 0
-        ) -> Any:
-            """Import ``names`` from a recipe, or as `builtins.__import__` from any other module."""
-            recipe = _find_recipe(path, module) if names else None
-            if recipe is None:
-                return builtins.__import__(module, variables, scope, names, level)
-            # --set takes precedence over the importing file, as it does in that file.
-            values, read = execute(recipe, {**outline.plain, **overrides})
-            # The recipe derived other keys from its own value of such a name: what this file
-            # computes for it could not reach them. A value of --set did.
-            for name in sorted(outline.computed & (read - overrides.keys())):
-                hint = f"derives other keys from {name}: assign a plain value to it here"
-                raise ImportError(f"{module} {hint}")
-            outline.read |= read
-            # `import *` takes the public attributes of any object, not of a module only.
-            return types.SimpleNamespace(__name__=module, **values)
-
-        # An import statement calls the `__import__` among the builtins of its own namespace.
-        functions = {**vars(builtins), "__import__": import_from}
-        variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
-        variables.overrides = overrides
+        plain, read = _read_ahead(tree)
         # At module level CPython stores names by `__setitem__` of a dict subclass; inside functions
         # (`global`) it does not.
         exec(compile(tree, str(path), "exec"), variables)
@@ -75,7 +70,13 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
         for name, value in variables.items()
         if not name.startswith("_") and not isinstance(value, hidden)
     }
-    return values, outline.read
+    for name, value in used.items():
+        if values.get(name, value) != value:
+            raise UserError(
+                f"{path}: an imported recipe derives other keys from {name}: assign a plain value "
+                "to it here"
+            )
+    return values, read | used.keys()
 
 
 class Variables(dict[str, Any]):
@@ -90,47 +91,34 @@ class Variables(dict[str, Any]):
 def override(name: str, value: Any, overrides: Overrides) -> Any:
     """Return the ``value`` of ``name`` with the overrides of it, and of what is in it, applied."""
     for key, new in overrides.items():
-        if key == name:
+        first, _, inner = key.partition(".")
+        if first == name and not inner:
             value = new
-        elif key.startswith(f"{name}."):
+        elif first == name:
+            part = inner.partition(".")[0]
             inside = value if isinstance(value, Mapping) else {}
-            part = key.removeprefix(f"{name}.").partition(".")[0]
-            changed = override(f"{name}.{part}", inside.get(part), {key: new})
-            value = {**inside, part: changed}  # a copy: a recipe's dict stays as it is
+            # a copy: a recipe's dict stays as it is
+            value = {**inside, part: override(part, inside.get(part), {inner: new})}
     return value
 
 
-@dataclass
-class Outline:
-    """What a file assigns as plain values, what it computes, and the names that it reads."""
-
-    plain: dict[str, Any] = field(default_factory=dict)
-    computed: set[str] = field(default_factory=set)
-    read: set[str] = field(default_factory=set)
-
-
-def _read_ahead(body: list[ast.stmt]) -> Outline:
-    """Return the outline of a file, without running it."""
-    outline = Outline()
-    for statement in body:
-        nodes = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        assigned = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
-        # what was read before the assignment is the recipe's value
-        if isinstance(statement, ast.Assign) and not assigned & outline.read:
-            has_names = all(isinstance(target, ast.Name) for target in statement.targets)
+def _read_ahead(tree: ast.Module) -> tuple[dict[str, Any], set[str]]:
+    """Return what a file assigns as plain values, and the names that it derives others from."""
+    plain: dict[str, Any] = {}
+    read: set[str] = set()
+    for statement in tree.body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        loaded = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        if isinstance(statement, ast.Assign):
+            targets = {target.id for target in statement.targets if isinstance(target, ast.Name)}
             with suppress(Exception):  # a value that is computed from variables
                 value = evaluate(ast.Expression(statement.value))
-                if has_names:
-                    outline.plain |= dict.fromkeys(assigned, value)
-                    continue
-        outline.computed |= assigned
-        # MODEL = dict(MODEL, depth=6) derives nothing else from MODEL
-        read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
-        outline.read |= read - assigned if isinstance(statement, ast.Assign) else read
-    # A name may be assigned twice, once as a plain value: the recipe cannot know the last one.
-    for name in outline.computed:
-        outline.plain.pop(name, None)
-    return outline
+                # What was read before the assignment is the recipe's value.
+                plain |= dict.fromkeys(targets - read, value)
+            # MODEL = dict(MODEL, depth=6) derives nothing else from MODEL.
+            loaded -= targets
+        read |= loaded
+    return plain, read
 
 
 def evaluate(expression: str | ast.Expression) -> Any:
@@ -146,14 +134,8 @@ def _find_recipe(path: Path, module: str) -> Path | None:
     ``configs.vit_b16`` stands for vit-b16.py too.
     """
     beside = path.parent / f"{module}.py"
-    if beside.is_file():
-        return beside
-    if not module.startswith("configs."):
-        return None
     recipes = {f"configs.{name.replace('-', '_')}": file for name, file in RECIPES.items()}
-    if module not in recipes:
-        raise ImportError(f"no recipe {module}{did_you_mean(module, recipes)}")
-    return recipes[module]
+    return beside if beside.is_file() else recipes.get(module)
 
 
 def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserError:

@@ -1,7 +1,7 @@
 """Declare the config's keys (pydantic), and explain in one line a value that does not fit."""
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -21,15 +21,6 @@ from common.errors import UserError
 from common.files import Schema
 from common.text import did_you_mean
 
-# What others call a key.
-ALIASES = {
-    **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
-    **dict.fromkeys(("num_heads", "num_attention_heads"), "MODEL.heads"),
-    **dict.fromkeys(("num_layers", "num_hidden_layers"), "MODEL.depth"),
-    "pretrained": "MODEL.timm",
-    "lr": "LEARNING_RATE",
-    "batch_size": "TOTAL_BATCH_SIZE",
-}
 # The default of an option that depends on `Options.CHOICE`.
 OF_CHOICE: Any = None
 NONE = type(None)
@@ -61,12 +52,6 @@ class Section(Schema):
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Put the meaning of each key in one line."""
-        for field in cls.model_fields.values():
-            field.description = " ".join((field.description or "").split())
 
 
 S = TypeVar("S", bound=Section)
@@ -155,7 +140,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     starts = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     key = next((start for start in starts if start in keys), "")
     if problem["type"] == "extra_forbidden":
-        return f"{where}unknown key {starts[0]}{suggest_key(starts[0], keys)}"
+        return f"{where}unknown key {starts[0]}{did_you_mean(starts[0], keys)}"
     if problem["type"] == "missing" and key == starts[0]:
         return f"{where}{key} is missing: {keys[key].description}"
     # The section ``key`` as a whole is wrong.
@@ -163,12 +148,6 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
         return f"{key}.".removeprefix(".") + str(problem["ctx"]["error"])
     value = flatten(values).get(key, problem["input"])
     return f"{key}={value!r}"[:150] + f": expected {values_of(keys[key])}"
-
-
-def suggest_key(name: str, known: Iterable[str]) -> str:
-    """Return `did_you_mean` for a key; names from other libraries are known too."""
-    alias = ALIASES.get(name.rpartition(".")[2].lower())
-    return did_you_mean(alias, [alias]) if alias else did_you_mean(name, known)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -195,18 +174,14 @@ class Options(Section):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Note the default of an option with each choice that has it."""
-        super().__pydantic_init_subclass__()
         for name, field in cls.model_fields.items():
-            choices: dict[Any, list[str]] = {}  # {default: the choices that have it}
-            for choice, defaults in cls.TAKES.items():
-                if name in defaults:
-                    choices.setdefault(defaults[name], []).append(choice.removeprefix("AMP_TYPE."))
-            shown = []
-            for default, those in choices.items():
-                text = "by variant" if default is None else f"`{default!r}`"
-                shown.append(f"{text} ({', '.join(those)})")
-            if shown:
-                field.json_schema_extra = {"default": ", ".join(shown)}
+            by_choice = [
+                f"`{defaults[name]!r}` ({choice.removeprefix('AMP_TYPE.')})"
+                for choice, defaults in cls.TAKES.items()
+                if name in defaults
+            ]
+            if by_choice:
+                field.json_schema_extra = {"default": ", ".join(by_choice)}
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":

@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from common.config.execute import (
     execute,
     override,
 )
-from common.config.fields import parse, values_of
+from common.config.fields import parse
 from common.config.model_keys import data_of, pretrained_config
 from common.config.originals import IN_SECTIONS, RENAMED, read_original, read_sections
 from common.config.schema import Config, find_key
@@ -56,7 +57,13 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     for key in top_keys(overrides) - (keys_of_file - values.keys()):
         values[key] = override(key, values.get(key), overrides)
     _print_notes(str(path), read_sections(values) + notes)
-    _prefer_overridden_batch_key(values, overrides)
+    # With TOTAL_BATCH_SIZE, micro-batch and accumulation follow from each other: the file's own one
+    # would contradict an override of the other.
+    given = [key for key in ("MICRO_BATCH_SIZE", "gradient_accumulation") if overrides.get(key)]
+    if len(given) == 1 and values.get("TOTAL_BATCH_SIZE") is not None:
+        # A BATCH_SIZE in the file is TOTAL_BATCH_SIZE // gradient_accumulation.
+        batch = {"MICRO_BATCH_SIZE", "gradient_accumulation", "BATCH_SIZE"}
+        values |= dict.fromkeys(batch - overrides.keys())
     config = _validate_and_derive(values, f"{path} or --set")
     check_compile(config)
     return config
@@ -78,20 +85,18 @@ def load_own_config(config: Any) -> dict[str, Any]:
         where = str(config)
         values, used = execute(find_config(where), {})
     _print_notes(where, read_sections(values))
-    theirs = [key for key in Config.model_fields if key.islower()]
-    for key in values:
-        if key.islower() and key not in {*theirs, *RENAMED, "dali"} and not _is_helper(key, used):
-            raise UserError(
-                f"{where}: unknown key {key}: keys in lower case are Colossal-AI's "
-                f"({', '.join(theirs)}); write your own in upper case"
-            )
+    is_recipe = "MODEL" in values
     ours = {"TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
-    checked = Config.model_fields if "MODEL" in values else {*theirs, *ours}
-    known = {key: value for key, value in values.items() if key in checked}
-    if "MODEL" in values:
-        return values | _validate_and_derive(known, "config")
-    config = _validate_and_derive(REQUIRED | known, "config")
-    return values | {key: config[key] for key in [*known, "parallel"]}
+    checked = Config.model_fields if is_recipe else ours
+    # What the examples' own scripts read is neither Colossal-AI's nor a helper.
+    theirs = {key for key in values.keys() - {*RENAMED, "dali"} if key.islower()}
+    known = {
+        key: value
+        for key, value in values.items()
+        if key in checked or (key in theirs and not _is_helper(key, used))
+    }
+    config = _validate_and_derive(known if is_recipe else REQUIRED | known, where)
+    return values | {key: config[key] for key in config if is_recipe or key in {*known, "parallel"}}
 
 
 def restore_config(
@@ -134,22 +139,14 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         name, equals, text = setting.partition("=")
         if not equals:
             raise UserError(f"--set {setting}: write it as KEY=VALUE")
-        takes_text = False
         # MODEL may be timm's, whose arguments are checked with the whole of it
         if not name.startswith("MODEL.") and name not in IN_SECTIONS:
-            takes_text = values_of(find_key(name)).startswith("text")
+            find_key(name)
         overrides.pop(name, None)  # the last one counts, and its position
-        overrides[name] = _parse_value(text, takes_text)
+        overrides[name] = text
+        with suppress(Exception):  # what a config file could not assign is text
+            overrides[name] = evaluate(text)
     return overrides
-
-
-def _parse_value(text: str, takes_text: bool) -> Any:
-    """Evaluate what a config file could assign; anything else is text, as is DATA.root=2012."""
-    try:
-        value = evaluate(text)
-    except Exception:
-        return text
-    return value if not takes_text or value is None or isinstance(value, str) else text
 
 
 def top_keys(overrides: Overrides) -> set[str]:
@@ -168,22 +165,6 @@ def _is_helper(name: str, used: set[str]) -> bool:
 def _print_notes(where: str, notes: Sequence[str]) -> None:
     if notes and is_first_process():
         print_wrapped(f"{where}: {'; '.join(notes)}")
-
-
-def _prefer_overridden_batch_key(values: dict[str, Any], overrides: Overrides) -> None:
-    """Let an override of MICRO_BATCH_SIZE drop gradient_accumulation, or the reverse.
-
-    With TOTAL_BATCH_SIZE either follows from the other, and the file's own would contradict it.
-    """
-    if values.get("TOTAL_BATCH_SIZE") is None:
-        return
-    micro = "MICRO_BATCH_SIZE" in overrides and values["MICRO_BATCH_SIZE"]
-    accumulation = "gradient_accumulation" in overrides and values["gradient_accumulation"]
-    if micro and not accumulation:
-        # A BATCH_SIZE in the file is TOTAL_BATCH_SIZE // gradient_accumulation.
-        values |= {"gradient_accumulation": None, "BATCH_SIZE": None}
-    elif accumulation and not micro:
-        values["MICRO_BATCH_SIZE"] = None
 
 
 def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from common.config.fields import flatten
 from common.config.load import load_config, restore_config
 from common.config.originals_test import IMAGENET, load, parallel_lines
 from common.config.plan import DataSummary, build_plan
-from common.config.schema import describe_keys, keys_as_markdown, known_keys
+from common.config.schema import keys_as_markdown, known_keys
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.files import ROOT
@@ -100,7 +100,7 @@ EDGES = [
             dict(LOG=dict(every=4, tensorboard=True, noise_scale=None, trackers=[])),
         ),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
-        (MINIMAL, ["OUTPUT=2012", "INIT=None", *EDGES], dict(OUTPUT="2012", INIT=None)),
+        (MINIMAL, ["OUTPUT=20-12x", "INIT=None", *EDGES], dict(OUTPUT="20-12x", INIT=None)),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "DATA.eval_crop=0.5"], OF_TIMM),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "INIT=own"], dict(INIT="own")),
     ],
@@ -112,14 +112,9 @@ def test_what_the_file_derives_follows_a_setting(tmp_path, text, changes, expect
 
 
 @pytest.mark.parametrize("text", [B16, "LEARNING_RATE = 0.1\n"])
-@pytest.mark.parametrize(
-    ("more", "changes"), [("NUM_EPOCHS = '3'\n", []), ("", ["NUM_EPOCHS='3'"])]
-)
-def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(
-    tmp_path, text, more, changes
-):
+def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(tmp_path, text):
     with pytest.raises(UserError, match="^NUM_EPOCHS='3': expected integer >= 1$"):
-        load(tmp_path, text + more, "vit-b16", *changes)
+        load(tmp_path, f"{text}NUM_EPOCHS = '3'\n", "vit-b16")
 
 
 def test_a_config_imports_its_neighbour(tmp_path):
@@ -159,7 +154,7 @@ REFUSED = {  # settings: what the message matches
         "^MODEL.image_size=225 is not a multiple of patch_size=16; .* 224 or 240$"
     ),
     "MODEL.width=400": (
-        "^MODEL.width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$"
+        r"^MODEL.width=400 is not a multiple of 6 \(.*the nearest that are: 396 or 402$"
     ),
     "MODEL.width=390; MODEL.position=sincos2d": (
         r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$"
@@ -179,19 +174,14 @@ REFUSED = {  # settings: what the message matches
     "zero.stage=3; fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}": (
         "^zero.* fp16.opt_level='O3': set it to 'O2', or zero=None$"
     ),
-    "num_layers=6": "^num_layers: unknown key; did you mean 'MODEL.depth'",
     "NUM_EPOCHS": "write it as KEY=VALUE",
     "LEARNING_RATE=fast": "^LEARNING_RATE='fast': expected number > 0$",
     "LR_SCHEDULE=cosine_as_long_as_the_warm-up": (
         "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"
     ),
     "MODEL=small": "^MODEL='small': expected dict$",
-    "DATA=dict(crop='simple', crop_scale=(0.5, 1.0))": (
-        r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"
-    ),
-    "DATA=dict(crop='simple', crop_ratio=(1, 2))": (
-        r"^DATA.crop_ratio=\(1, 2\) has no effect with crop"
-    ),
+    "DATA.crop=simple; DATA.crop_scale=(0.5, 1)": "^DATA.crop_scale=.* no effect with DATA.crop=",
+    "DATA.crop=simple; DATA.crop_ratio=(1, 2)": "^DATA.crop_ratio=.* no effect with DATA.crop=",
     "OPTIMIZER.name=sgd; OPTIMIZER.eps=1": (
         "OPTIMIZER.eps has no effect with name=sgd, which takes mom"
     ),
@@ -199,29 +189,26 @@ REFUSED = {  # settings: what the message matches
         "no effect with mode=AMP_TYPE.TORCH, which takes none$"
     ),
     "fp16.dtype=float16": "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$",
-    "WARMUP_EPOCHS=10": "=10 must be less than NUM_EPOCHS=10: add --set WARMUP_EPOCHS=1$",
     "WARMUP_EPOCHS=8; COOLDOWN_EPOCHS=2": (
-        "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2: add --set WARMUP_EPOCHS=0.8$"
+        "^WARMUP_EPOCHS=8 and .* nothing of NUM_EPOCHS=10 .*: add --set WARMUP_EPOCHS=1 --set COOL"
     ),
-    "COOLDOWN_EPOCHS=10": "=10 - COOLDOWN_EPOCHS=10: add --set COOLDOWN_EPOCHS=0$",
     "MIN_LR=0.01": (
         "^MIN_LR=0.01 is too large for LEARNING_RATE=0.001: leave it out, or add --set MIN_LR=0.0$"
     ),
     "WARMUP_LR=1; WARMUP_EPOCHS=1": "WARMUP_LR=1 is too large for .*, or add --set WARMUP_LR=None$",
     "WARMUP_LR=0": "^WARMUP_LR=0 has no effect with WARMUP_EPOCHS=0: leave",
     "MIXUP_OFF_EPOCHS=1": "^MIXUP_OFF_EPOCHS=1 has no effect with MIXUP=0.0 and CUTMIX=0.0: leave",
-    "MIXUP_OFF_EPOCHS=10; CUTMIX=1": "^MIXUP_OFF_EPOCHS=10 is too large for NUM_EPOCHS=10: leave",
-    "IMAGE_SIZES=[(1,16),(10,32)]": "too large for NUM_EPOCHS=10: leave it out, or .*_SIZES=..$",
-    "IMAGE_SIZES=[(1,20)]": "^IMAGE_SIZES: 20 pixels are not a .*patch_size=16; .* 16 or 32$",
+    "MIXUP_OFF_EPOCHS=11; CUTMIX=1": "^MIXUP_OFF_EPOCHS=11 is too large for NUM_EPOCHS=10: leave",
+    "IMAGE_SIZES=[(1,16),(10,32)]": "^IMAGE_SIZES has more epochs than NUM_EPOCHS=10:",
     "IMAGE_SIZES=[(1,)]": r"^IMAGE_SIZES=\[\(1,\)\]: expected list of \(epochs, pixels\) or",
     "BCE_SUM=True": "^BCE_SUM=True has no effect with BCE_THRESHOLD=None: leave",
     "ERASING_MODE=pixel": "^ERASING_MODE='pixel' has no effect with ERASING=0.0: leave",
     "EMA_WARMUP=False": "^EMA_WARMUP=False has no effect with EMA=0.0: leave",
-    "LABEL_SMOOTHING=0.1; BCE_THRESHOLD=0": "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set",
+    "LABEL_SMOOTHING=0.1; BCE_THRESHOLD=0": "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING: set",
     "DATA=dict(sampling='balanced', order='blocks')": "^DATA.sampling='balanced' has no effect",
     "CLASS_WEIGHTS=balanced; DATA.sampling=balanced": "make up for unequal classes twice: leav",
     "CLASS_WEIGHTS=[1,-1]": r"^CLASS_WEIGHTS=\[1, -1\]: expected None, 'balanced', 'effective' or",
-    "FREEZE=body; OPTIMIZER.layer_decay=0.5": "FREEZE='body' trains the head alone: leave out",
+    "FREEZE=body; OPTIMIZER.layer_decay=0.5": "layer_decay=0.5 has no effect with FREEZE=",
     "TENSOR_PARALLEL_SIZE=2; TENSOR_PARALLEL_MODE=1d; COMPILE=True": (
         "COMPILE=True does not support tensor"
     ),
@@ -230,7 +217,7 @@ REFUSED = {  # settings: what the message matches
     ),
     "TENSOR_PARALLEL_MODE=1d; parallel.tensor.mode=2d": "MODE='1d' contradict parallel.tensor",
     "MODEL.timm=resnet18; MODEL.pretrained=yes": "^MODEL.pretrained='yes': expected True or False$",
-    "batch_size=8": "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'",
+    "batch_size=8": "batch_size: unknown key; did you mean 'BATCH_SIZE'",
     "OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)": "nesterov=True needs momentum above 0",
     "OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)": "nesterov=True needs .* dampening 0$",
 } | {setting: f"^{setting.partition('=')[0]}=.*: expected " for setting in OUT_OF_RANGE}
@@ -242,33 +229,19 @@ def test_a_wrong_setting_is_refused(tmp_path, changes, words):
         load(tmp_path, MINIMAL, None, *changes.split("; "))
 
 
-@pytest.mark.parametrize("recipe", ["deit3_s16", "convnext_tiny", "dinov2_s14_finetune"])
-@pytest.mark.parametrize("setting", ["NUM_EPOCHS=1", "LEARNING_RATE=1e-7", "EMA=0", "ERASING=0"])
-def test_the_remedies_of_the_messages_lead_to_a_config(recipe, setting):
-    settings = [setting]
-    for _ in range(3):
-        try:
-            load_config(recipe, settings)
-            return
-        except UserError as error:
-            settings.append(str(error).rpartition("--set ")[2])
-    pytest.fail(str(settings))
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     {
         MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS": (
             "unknown key WARM_EPOCHS; did you mean"
         ),
-        MINIMAL.replace("LEARNING_RATE", "lr"): "unknown key lr; did you mean 'LEARNING_RATE'",
         MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE": "unknown key SIDE$",
         "from configs.vit_s16_vanila import *": (
-            "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"
+            "line 1: No module named 'configs.vit_s16_vanila'$"
         ),
         "from configs.vit_b16 import MODLE": "line 1: cannot import name 'MODLE' from 'configs",
         B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2": (
-            "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"
+            "config.py: an imported recipe derives other keys from NUM_EPOCHS: assign"
         ),
         B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4": "derives other keys from NUM_EPOCHS",
         "NUM_EPOCHS = 1": "config.py or --set: LEARNING_RATE is missing: peak",
@@ -323,15 +296,6 @@ from pathlib import Path
 from common.config.schema import keys_as_markdown
 page = Path("docs/config.md")
 page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + "\n")'"""
-
-
-def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
-    words = (
-        " GPUs (docs/parallel-modes.md); values: dict or None; default: "
-        "None\nzero.stage: 1: shard the "
-    )
-    assert words in describe_keys("zero", 200)
-    assert "EMA_WARMUP" not in describe_keys("EMA")
 
 
 def test_the_documentation_lists_the_keys_as_they_are():

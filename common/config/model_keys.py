@@ -98,12 +98,9 @@ class Model(Section):
         # a fixed embedding has sine and cosine of two coordinates
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
         if self.width % unit:
-            reason = f"heads={self.heads}"
-            if unit != self.heads:
-                reason = f"{unit} (heads, and 4 for sincos2d)"
-            nearest = nearest_multiples(self.width, unit)
             raise ValueError(
-                f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}"
+                f"width={self.width} is not a multiple of {unit} (heads, and 4 for sincos2d); "
+                f"the nearest that are: {nearest_multiples(self.width, unit)}"
             )
         return self
 

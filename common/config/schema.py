@@ -3,12 +3,11 @@
 UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
-import operator
 import re
 import textwrap
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Predicate
+from annotated_types import Le, Predicate
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 
@@ -25,8 +24,8 @@ from common.config.fields import (
     Triple,
     UpToOne,
     all_keys,
+    flatten,
     key,
-    suggest_key,
     values_of,
 )
 from common.config.model_keys import Model, Size, TimmModel, choose_model
@@ -34,13 +33,10 @@ from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
 from common.optim.schedules import SCHEDULES
-from common.text import nearest_multiples
+from common.text import did_you_mean
 
-TorchvisionRandAugment = Annotated[
-    tuple[int, Number],
-    Field(strict=False),
-    Predicate(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10),
-]
+Magnitude = Annotated[NonNegative, Le(10)]
+TorchvisionRandAugment = Annotated[tuple[Natural, Magnitude], Field(strict=False)]
 TimmRandAugment = Annotated[
     str,
     Predicate(
@@ -132,22 +128,11 @@ class Data(Section):
     std: Deviation = key((0.229, 0.224, 0.225), title="(R, G, B), each >= 1e-6")
     """then divided by"""
 
-    @model_validator(mode="after")
-    def _check(self) -> "Data":
-        if self.sampling and self.order == "blocks":
-            raise ValueError("sampling='balanced' has no effect with order='blocks': leave one out")
-        for name in ("crop_scale", "crop_ratio"):
-            value = getattr(self, name)
-            # `simple` crops have one size, so a stated range would be ignored.
-            if self.crop == "simple" and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name}={value} has no effect with crop='simple': leave it out")
-        return self
 
-
-BETAS = Annotated[Pair, Predicate(lambda pair: all(0 <= beta < 1 for beta in pair))]
+BETAS = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, Predicate(lambda value: value >= 0)]
-LIMITS = Annotated[
+Limits = Annotated[
     tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])
 ]
 TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
@@ -173,7 +158,8 @@ class Optimizer(Options):
     """added to the root of the second moment"""
 
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = OF_CHOICE
-    """LAMB implementation to match; sets defaults for the four options below and `eps`"""
+    """LAMB implementation to match; sets `eps` and the four options below where they are not
+    stated (default `None`)"""
 
     bias_correction: bool = OF_CHOICE
     """divide the moments by 1 - beta^step"""
@@ -184,7 +170,7 @@ class Optimizer(Options):
     always_adapt: bool = OF_CHOICE
     """trust ratio for tensors without weight decay too"""
 
-    trust_range: LIMITS = key(None, title="(low, high), 0 <= low <= high")
+    trust_range: Limits = key(None, title="(low, high), 0 <= low <= high")
     """least and greatest trust ratio"""
 
     momentum: BelowOne = OF_CHOICE
@@ -520,71 +506,73 @@ class Config(Section):
                 f"{type(self).model_fields['TOTAL_BATCH_SIZE'].description}"
             )
         if self.WARMUP_EPOCHS + self.COOLDOWN_EPOCHS >= self.NUM_EPOCHS:
-            cooldown = f" - COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS}" if self.COOLDOWN_EPOCHS else ""
-            left = self.NUM_EPOCHS - self.COOLDOWN_EPOCHS
-            remedy = f"WARMUP_EPOCHS={left / 10:g}" if left > 0 else "COOLDOWN_EPOCHS=0"
             raise ValueError(
-                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than "
-                f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}: add --set {remedy}"
+                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} and COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS} "
+                f"leave nothing of NUM_EPOCHS={self.NUM_EPOCHS} between them: add --set "
+                f"WARMUP_EPOCHS={self.NUM_EPOCHS / 10:g} --set COOLDOWN_EPOCHS=0"
             )
-        unit = getattr(self.MODEL, "patch_size", 1)  # timm's models check sizes themselves
-        for _, size, *_ in self.IMAGE_SIZES:
-            if size % unit:
-                raise ValueError(
-                    f"IMAGE_SIZES: {size} pixels are not a multiple of MODEL.patch_size={unit}; "
-                    f"the nearest that are: {nearest_multiples(size, unit)}"
-                )
-        decay = self.OPTIMIZER.layer_decay
-        # layer_decay lowers the rates of the blocks, none of which is trained.
-        if self.FREEZE and decay != 1:
+        if sum(epochs for epochs, *_ in self.IMAGE_SIZES) > self.NUM_EPOCHS:
             raise ValueError(
-                f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
-                f"OPTIMIZER.layer_decay={decay}"
+                f"IMAGE_SIZES has more epochs than NUM_EPOCHS={self.NUM_EPOCHS}: raise that, or "
+                "add --set IMAGE_SIZES=[]"
             )
-        weights = self.CLASS_WEIGHTS
-        if isinstance(weights, str) and self.DATA.sampling:
+        rule = self.CLASS_WEIGHTS
+        if isinstance(rule, str) and self.DATA.sampling:
             raise ValueError(
-                f"CLASS_WEIGHTS={weights!r} and DATA.sampling={self.DATA.sampling!r} make up for "
+                f"CLASS_WEIGHTS={rule!r} and DATA.sampling={self.DATA.sampling!r} make up for "
                 "unequal classes twice: leave one out"
             )
-        smoothing = self.LABEL_SMOOTHING
         # A threshold makes every target 0 or 1 again.
-        if smoothing and self.BCE_THRESHOLD not in (None, "soft"):
+        if self.LABEL_SMOOTHING and self.BCE_THRESHOLD not in (None, "soft"):
             raise ValueError(
-                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: "
-                "set one of them"
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING: set one of them"
             )
         return self
 
     def check_conflicts(self) -> None:
-        """Raise `UserError` for the first of `CONFLICTS`, with the ``--set`` that resolves it."""
-        fields = type(self).model_fields
-        # A key that is stated at its default has no effect to complain of: recipes state some.
-        given = {name for name, field in fields.items() if getattr(self, name) != field.default}
-        for name, exceeds, *others in CONFLICTS:
-            value, *limits = (getattr(self, key) for key in (name, *others))
-            if name in given and (exceeds(value, *limits) if exceeds else given.isdisjoint(others)):
-                why = "is too large for" if exceeds else "has no effect with"
-                shown = " and ".join(map("{}={!r}".format, others, limits))
+        """Raise `UserError` for what `NO_EFFECT` or `LIMITS` has, with the remedy."""
+        defaults = {name: field.default for name, field in known_keys().items()}
+        values = defaults | flatten(self.model_dump())
+        wrong = [
+            (name, "has no effect with", others)
+            for name, others in NO_EFFECT.items()
+            if others.items() <= values.items()
+        ]
+        wrong += [
+            (name, "is too large for", [limit])
+            for name, limit in LIMITS.items()
+            if (values[name] or 0) > values[limit]
+        ]
+        for name, reason, others in wrong:
+            # A key that is stated at its default has no effect to complain of: recipes state some.
+            if values[name] != defaults[name]:
+                shown = " and ".join(f"{other}={values[other]!r}" for other in others)
                 raise UserError(
-                    f"{name}={value!r} {why} {shown}: leave it out, or add "
-                    f"--set {name}={fields[name].default}"
+                    f"{name}={values[name]!r} {reason} {shown}: leave it out, or add "
+                    f"--set {name}={defaults[name]}"
                 )
 
 
-# A key, a comparison, others. Refused if the comparison holds for the key's value and the other's;
-# with None if the key is set while all others are at their defaults, so that it has no effect.
-CONFLICTS = (
-    ("BCE_SUM", None, "BCE_THRESHOLD"),
-    ("EMA_WARMUP", None, "EMA"),
-    ("IMAGE_SIZES", lambda sizes, limit: sum(epochs for epochs, *_ in sizes) > limit, "NUM_EPOCHS"),
-    ("ERASING_MODE", None, "ERASING"),
-    ("MIXUP_OFF_EPOCHS", None, "MIXUP", "CUTMIX"),
-    ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),
-    ("MIN_LR", operator.gt, "LEARNING_RATE"),
-    ("WARMUP_LR", None, "WARMUP_EPOCHS"),
-    ("WARMUP_LR", operator.gt, "LEARNING_RATE"),
-)
+# Keys that change nothing while others have these values.
+NO_EFFECT = {
+    "BCE_SUM": {"BCE_THRESHOLD": None},
+    "EMA_WARMUP": {"EMA": 0},
+    "ERASING_MODE": {"ERASING": 0},
+    "MIXUP_OFF_EPOCHS": {"MIXUP": 0, "CUTMIX": 0},
+    "WARMUP_LR": {"WARMUP_EPOCHS": 0},
+    # It lowers the rates of the blocks, none of which is trained.
+    "OPTIMIZER.layer_decay": {"FREEZE": "body"},
+    "DATA.sampling": {"DATA.order": "blocks"},
+    # A `simple` crop has one size.
+    "DATA.crop_scale": {"DATA.crop": "simple"},
+    "DATA.crop_ratio": {"DATA.crop": "simple"},
+}
+# Keys, and those that they may not exceed.
+LIMITS = {
+    "MIN_LR": "LEARNING_RATE",
+    "WARMUP_LR": "LEARNING_RATE",
+    "MIXUP_OFF_EPOCHS": "NUM_EPOCHS",
+}
 
 
 def known_keys() -> dict[str, FieldInfo]:
@@ -602,7 +590,7 @@ def find_key(name: str) -> FieldInfo:
     """Return the key of a dotted name; raise `UserError` with the nearest for an unknown one."""
     keys = known_keys()
     if name not in keys:
-        raise UserError(f"{name}: unknown key{suggest_key(name, keys)}")
+        raise UserError(f"{name}: unknown key{did_you_mean(name, keys)}")
     return keys[name]
 
 
@@ -610,8 +598,9 @@ def keys_as_markdown() -> str:
     """Return the table of all keys that docs/config.md holds."""
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{key}` | {values_of(field)} | {_default(field)} | {field.description} |"
-        for key, field in known_keys().items()
+        f"| `{name}` | {values_of(field)} | {_default(field)} | "
+        f"{' '.join(str(field.description).split())} |"
+        for name, field in known_keys().items()
     ]
     return "\n".join(rows)
 

@@ -8,7 +8,6 @@ from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.files import short_path, write_csv
 from common.metrics.measurement import Measurement
-from common.plot import build_figure, place_legend, save_figure
 from common.text import format_table, print_wrapped, two_digits
 
 STEPS = 300
@@ -18,12 +17,12 @@ BATCHES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 class BatchFinder(Measurement):
     """Take the first steps of a training, and measure the noise scale in each.
 
-    Rank 0 writes find_batch.csv and find_batch.png, and prints the noise scale after the last step
-    with what it means for the training's batch: training to a loss takes S (1 + noise scale / B)
-    steps of B images (McCandlish et al., arXiv 1812.06162, equation 2.7).
+    Rank 0 writes find_batch.csv, and prints the noise scale after the last step with what it means
+    for the training's batch: training to a loss takes S (1 + noise scale / B) steps of B images
+    (McCandlish et al., arXiv 1812.06162, equation 2.7).
     """
 
-    writes = "find_batch.png and find_batch.csv"
+    writes = "find_batch.csv"
 
     def __init__(self, folder: Path, total_steps: int, is_main: bool, plan: Plan):
         super().__init__(folder, total_steps, is_main)
@@ -41,10 +40,8 @@ class BatchFinder(Measurement):
     def after_train(self, trainer: Trainer) -> None:
         if not self.is_main or not self.rows:
             return
-        shown = short_path(self.folder)
         write_csv(self.rows, self.folder / "find_batch.csv")
-        self._draw(self.folder / "find_batch.png")
-        print(f"curve        {shown}/find_batch.png\n             {shown}/find_batch.csv")
+        print(f"noise scale  {short_path(self.folder)}/find_batch.csv")
         scales = [row["noise_scale"] for row in self.rows]
         # The first estimates average few steps.
         last_third = scales[-math.ceil(len(scales) / 3) :]
@@ -67,16 +64,6 @@ class BatchFinder(Measurement):
             "images, if it stayed there (docs/large-batches.md):"
         )
         print(format_table(compare_batches(critical, plan.total_batch, plan.total_steps)))
-
-    def _draw(self, path: Path) -> None:
-        """Plot the noise scale over the steps, and the batch."""
-        figure, axes = build_figure(8, 5)
-        steps = [row["step"] for row in self.rows]
-        axes.plot(steps, [row["noise_scale"] for row in self.rows], label="noise scale")
-        axes.axhline(self.plan.total_batch, color="0.5", linestyle="--", label="batch")
-        axes.set(yscale="log", xlabel="optimizer step", ylabel="images")
-        place_legend(axes)
-        save_figure(figure, path)
 
 
 def compare_batches(critical: float, batch: int, steps: int) -> list[dict[str, str]]:

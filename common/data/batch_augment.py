@@ -1,48 +1,17 @@
 """Augmentation of training batches on their device, after any loader."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from common.data.colors import COLOR_UNIFORMS, augment_colors
 from common.data.erasing import ERASING_UNIFORMS, erase
-from common.data.loader import Loader, TrainLoader
+from common.data.loader import Loader
 from common.data.mixup import Blend, Blended
 from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 
 
-@dataclass(frozen=True)
-class Change:
-    """An augmentation of single images: ``apply`` changes a batch in place by random numbers."""
-
-    purpose: int  # what its random numbers are drawn for: COLORS or ERASING of the sampler
-    uniforms: int  # random numbers for each image
-    apply: Callable[[Tensor, np.ndarray], None]
-
-
-def build_changes(config: Mapping[str, Any]) -> list[Change]:
-    """Return the augmentations of single images that the config turns on, in their order."""
-    changes = []
-    if config["THREE_AUGMENT"] or config["COLOR_JITTER"]:
-        change_colors = partial(
-            augment_colors,
-            three_augment=config["THREE_AUGMENT"],
-            jitter=config["COLOR_JITTER"],
-            mean=config["DATA"]["mean"],
-            std=config["DATA"]["std"],
-        )
-        changes.append(Change(COLORS, COLOR_UNIFORMS, change_colors))
-    if config["ERASING"]:
-        change = partial(erase, probability=config["ERASING"], mode=config["ERASING_MODE"])
-        changes.append(Change(ERASING, ERASING_UNIFORMS, change))
-    return changes
-
-
-class BatchAugment(TrainLoader):
+class BatchAugment(Loader):
     """Change a training loader's images, then blend them, in place, as the config's keys say.
 
     The labels of blended images become the arguments of `MixupLoss` beside the logits. The last
@@ -53,47 +22,47 @@ class BatchAugment(TrainLoader):
     """
 
     def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
-        assert isinstance(loader.sampler, TrainSampler)
-        self.loader = loader
-        self.sampler = loader.sampler
-        self.seed = config["SEED"]
-        self.changes = build_changes(config)
+        super().__init__(loader.sampler, loader.reader)
+        self.config = config
         self.blend = Blend(config["MIXUP"], config["CUTMIX"])
-        self.blends = bool(config["MIXUP"] or config["CUTMIX"])
-        self.last_epochs = config["MIXUP_OFF_EPOCHS"]
-        self.blended_epochs = config["NUM_EPOCHS"] - self.last_epochs
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Blended]:
-        batches = iter(self.loader)
-        # `iter` above has set the position to the start of this pass.
-        state = self.loader.state_dict()
-        epoch = state["epoch"]
+    def _batches(self, epoch: int, start: int) -> Generator[Blended, None, None]:
+        assert isinstance(self.sampler, TrainSampler)
+        config = self.config
+        seed = config["SEED"]
+        blends = config["MIXUP"] or config["CUTMIX"]
+        last_epochs = config["MIXUP_OFF_EPOCHS"]
         # A range test may be longer than the training: without last epochs all are blended.
-        blends = self.blends and not (self.last_epochs and epoch >= self.blended_epochs)
-        # The state counts the samples of all ranks.
-        local_sample = state["samples"] // self.sampler.dp_size
-        for images, labels in batches:
-            step, row = self.sampler.position(local_sample)
-            for change in self.changes:
-                uniforms = sample_uniforms(
-                    self.seed, epoch, step, row, len(images), change.uniforms, change.purpose
-                )
-                change.apply(images, uniforms)
-            seed = [self.seed, epoch, local_sample // len(images), self.sampler.dp_rank]
-            local_sample += len(images)
-            yield self.blend(images, labels, seed) if blends else (images, labels)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the loader's position, as `Loader.state_dict`."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a position, as `Loader.load_state_dict`."""
-        self.loader.load_state_dict(state)
-
-    def close(self) -> None:
-        """Close the loader."""
-        self.loader.close()
+        if last_epochs and epoch >= config["NUM_EPOCHS"] - last_epochs:
+            blends = False
+        # ``start`` counts the samples of all ranks.
+        local_sample = start // self.sampler.dp_size
+        with closing(super()._batches(epoch, start)) as batches:
+            for images, labels in batches:
+                step, row = self.sampler.position(local_sample)
+                position = seed, epoch, step, row, len(images)
+                if config["THREE_AUGMENT"] or config["COLOR_JITTER"]:
+                    augment_colors(
+                        images,
+                        sample_uniforms(*position, COLOR_UNIFORMS, COLORS),
+                        three_augment=config["THREE_AUGMENT"],
+                        jitter=config["COLOR_JITTER"],
+                        mean=config["DATA"]["mean"],
+                        std=config["DATA"]["std"],
+                    )
+                if config["ERASING"]:
+                    uniforms = sample_uniforms(*position, ERASING_UNIFORMS, ERASING)
+                    erase(
+                        images,
+                        uniforms,
+                        probability=config["ERASING"],
+                        mode=config["ERASING_MODE"],
+                    )
+                # Ranks blend within their micro-batches: without the rank all would draw alike.
+                micro_batch = local_sample // len(images)
+                local_sample += len(images)
+                if blends:
+                    draw = [seed, epoch, micro_batch, self.sampler.dp_rank]
+                    yield self.blend(images, labels, draw)
+                else:
+                    yield images, labels

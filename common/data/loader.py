@@ -29,20 +29,6 @@ class BatchReader(Protocol):
     def close(self) -> None: ...
 
 
-class TrainLoader(Protocol):
-    """What training needs of a loader; a checkpoint holds the state."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def state_dict(self) -> dict[str, int]: ...
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Loader:
     """Yield ``(images, labels)``; each ``iter()`` is a fresh pass over the next epoch.
 
@@ -63,7 +49,7 @@ class Loader:
         """Return the number of batches per pass on this rank, at the last resolution."""
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         self._pass.close()
         # A pass that was left early (`close` above) is not continued: the next epoch begins.
         epoch, start = self._position = self._next_pass
@@ -90,7 +76,7 @@ class Loader:
         self._pass.close()
         self.reader.close()
 
-    def _batches(self, epoch: int, start: int) -> Batches:
+    def _batches(self, epoch: int, start: int) -> Generator[Any, None, None]:
         """Yield an epoch's batches from sample ``start`` on, and keep the position."""
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             done = start

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.process import BaseProcess
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
@@ -108,7 +107,6 @@ class WorkerPool:
         self.function = function
         self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
-        self._processes: list[BaseProcess] = []
 
     def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Yield the result of each task, in order, once the workers are there."""
@@ -125,10 +123,11 @@ class WorkerPool:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
-            for process in self._processes:
+            processes = self._pool._processes.values()
+            for process in processes:
                 process.join(1)  # A worker's pipe closes before its exit status is there.
             # The pool has ended the others with SIGTERM.
-            ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}
+            ended = {process.exitcode for process in processes} - {None, 0, -SIGTERM}
             raise UserError(
                 f"DATA.workers={self.workers}: a worker has died, status "
                 f"{', '.join(map(str, ended))}; if that was for lack of memory (-9), set fewer "
@@ -139,20 +138,15 @@ class WorkerPool:
         """Fork the workers, unless they are there; they end with this process."""
         if self.workers and not self._pool:
             context = multiprocessing.get_context("fork")
-            # The pool does not name its workers: they are the children that are new.
-            others = multiprocessing.active_children()
             self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))
             self._pool.submit(int)  # any task: the first one forks all workers
-            self._processes = [
-                process for process in multiprocessing.active_children() if process not in others
-            ]
 
     def close(self) -> None:
         """End the workers."""
-        # A worker may be in the middle of an image: its result is not wanted.
-        for process in self._processes:
-            process.kill()
         if self._pool:
+            # A worker may be in the middle of an image: its result is not wanted.
+            for process in [*self._pool._processes.values()]:
+                process.kill()
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 

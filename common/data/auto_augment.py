@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,18 +44,21 @@ class Policy:
     """
 
     def __init__(
-        self, transform: v2.AutoAugment | v2.RandAugment, uniforms: int, fill: int
+        self,
+        transform: v2.AutoAugment | v2.RandAugment,
+        levels: Sequence[tuple[str, int | None]],
+        bins: int,
+        uniforms: int,
+        fill: int,
     ) -> None:
         self.transform = transform
+        self.levels = levels  # of each operation that may be drawn, one of ``bins``
+        self.bins = bins
         self.uniforms = uniforms
         self.fill = fill
         # The tables are built once for each size of images.
-        self._operations = cache(self.build_operations)
+        self._operations = cache(self._build_operations)
         self._tables = cache(self._build_tables)
-
-    def build_operations(self, height: int, width: int) -> list[Operation]:
-        """Return all operations that may be drawn for images of that size."""
-        raise NotImplementedError
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         """Return the operations to apply to each image in turn, as indices, int [B, N]."""
@@ -89,15 +93,21 @@ class Policy:
             images[rows] = ordered
         return images
 
-    def _signed(
-        self, name: str, level: int | None, bins: int, height: int, width: int
-    ) -> list[Operation]:
-        """Return an operation with both signs of a level's magnitude, or twice if it has none."""
-        magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
-        magnitudes = magnitudes_of(bins, height, width)
-        # Operations such as Invert have no magnitudes.
-        magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
-        return [(name, -magnitude if is_signed else magnitude), (name, magnitude)]
+    def _build_operations(self, height: int, width: int) -> list[Operation]:
+        """Return all operations for images of that size, the identity last.
+
+        Operation i of `levels` is at 2 i with the negative magnitude and at 2 i + 1 with the
+        positive one. Both are equal where it has no sign.
+        """
+        operations: list[Operation] = []
+        for name, level in self.levels:
+            magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
+            magnitudes = magnitudes_of(self.bins, height, width)
+            # Operations such as Invert have no magnitudes.
+            magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
+            operations.append((name, -magnitude if is_signed else magnitude))
+            operations.append((name, magnitude))
+        return [*operations, ("Identity", 0.0)]
 
     def _apply(self, image: Image.Image, operation: Operation) -> Any:
         """Return what torchvision makes of an image."""
@@ -144,21 +154,15 @@ class RandAugment(Policy):
 
     def __init__(self, operations: int, magnitude: float) -> None:
         grey = 128
-        super().__init__(v2.RandAugment(fill=grey), 2 * operations, grey)
-        self.level = round(magnitude / LEVELS * BINS)
-        self.names = list(self.transform._AUGMENTATION_SPACE)
-
-    def build_operations(self, height: int, width: int) -> list[Operation]:
-        operations: list[Operation] = []
-        for name in self.names:
-            operations += self._signed(name, self.level, BINS + 1, height, width)
-        return operations
+        transform = v2.RandAugment(fill=grey)
+        level = round(magnitude / LEVELS * BINS)
+        levels = [(name, level) for name in transform._AUGMENTATION_SPACE]
+        super().__init__(transform, levels, BINS + 1, 2 * operations, grey)
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         # Two numbers for each operation: which one, and its sign.
         which_BN, sign_BN = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
-        # Operation i is at 2 i with the negative magnitude, and at 2 i + 1 with the positive one.
-        return 2 * (len(self.names) * which_BN).astype(int) + (2 * sign_BN).astype(int)
+        return 2 * (len(self.levels) * which_BN).astype(int) + (2 * sign_BN).astype(int)
 
 
 class AutoAugment(Policy):
@@ -168,26 +172,20 @@ class AutoAugment(Policy):
 
     def __init__(self) -> None:
         transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
-        super().__init__(transform, self.UNIFORMS, fill=0)
         # Each pair has two of (name, probability, level).
-        self.pairs = transform._policies
-        self.probabilities = np.array([(first[1], second[1]) for first, second in self.pairs])
-
-    def build_operations(self, height: int, width: int) -> list[Operation]:
-        operations: list[Operation] = []
-        for pair in self.pairs:
-            for name, _, level in pair:
-                operations += self._signed(name, level, LEVELS, height, width)
-        return [*operations, ("Identity", 0.0)]
+        operations = list(chain(*transform._policies))
+        levels = [(name, level) for name, _, level in operations]
+        super().__init__(transform, levels, LEVELS, self.UNIFORMS, fill=0)
+        probabilities = [probability for _, probability, _ in operations]
+        self.probabilities = np.reshape(probabilities, (-1, 2))
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
-        pair_B = (len(self.pairs) * uniforms[:, 0]).astype(int)
+        pair_B = (len(self.probabilities) * uniforms[:, 0]).astype(int)
         applied_B2, sign_B2 = uniforms[:, 1:].reshape(-1, 2, 2).transpose(2, 0, 1)
         # A pair has four operations: the first with either sign, then the second.
         drawn_B2 = 4 * pair_B[:, None] + [0, 2] + (2 * sign_B2).astype(int)
-        identity = 4 * len(self.pairs)
         # An operation that is not applied is the identity: all images then have equally many.
-        return np.where(applied_B2 < self.probabilities[pair_B], drawn_B2, identity)
+        return np.where(applied_B2 < self.probabilities[pair_B], drawn_B2, 2 * len(self.levels))
 
 
 class TimmRandAugment:

@@ -51,7 +51,6 @@ class MetricsHook(BaseHook):
         self.plan = plan
         self.every = every
         self.peak_samples_per_s = peak_samples_per_s
-        self.has_shown_loss = False
         self.loggers = {}
         if is_main:
             self.loggers = open_loggers(
@@ -108,25 +107,16 @@ class MetricsHook(BaseHook):
             return
         self.steps += 1
         self.at_peak += self.step_at_peak
-        has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        shown = None
-        if not has_record and not self.has_shown_loss:
-            shown = self._mean_loss()  # of the first step, as the first record may be far away
-        self.has_shown_loss = True
         if self.loggers:
-            self.loggers[PROGRESS_BAR].step(shown)
-        if has_record:
+            self.loggers[PROGRESS_BAR].step()
+        if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
             self._log("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)
 
-    def _mean_loss(self) -> float:
-        """Return the mean loss since the last record, over all ranks; waits for the device."""
-        total = all_reduce(self.loss / self.steps, ParallelMode.DATA)
-        return total.item() / self.plan.data_parallel
-
     def _train_figures(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of a train record."""
-        loss = self._mean_loss()  # first, as the times below are of a device that has finished
+        # Over all ranks. First, as the times below are of a device that has finished.
+        loss = all_reduce(self.loss / self.steps, ParallelMode.DATA).item()
         elapsed = time.perf_counter() - self.started
         timed = self.steps - self.untimed
         phases = self.clock.read()
@@ -134,7 +124,7 @@ class MetricsHook(BaseHook):
         if self.noise_scale:
             noise_scale["noise_scale"] = self.noise_scale.value().item()
         return {
-            "loss": loss,
+            "loss": loss / self.plan.data_parallel,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             **noise_scale,

@@ -66,9 +66,9 @@ class Guarded:
         if self.logger:
             self._attempt(self.logger, metrics)
 
-    def step(self, loss: float | None = None) -> None:
+    def step(self) -> None:
         if self.logger:
-            self._attempt(self.logger.step, loss)
+            self._attempt(self.logger.step)
 
     def close(self) -> None:
         if self.logger:
@@ -204,10 +204,8 @@ class ProgressBar:
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
-    def step(self, loss: float | None = None) -> None:
-        """Count a step; show ``loss`` if the step has no record."""
-        if loss is not None:
-            self._show("loss", f"{loss:.4f}")
+    def step(self) -> None:
+        """Count a step."""
         self.bar.update()
 
     def __call__(self, metrics: Metrics) -> None:

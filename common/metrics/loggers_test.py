@@ -7,25 +7,15 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.errors import UserError
 from common.metrics import curves, loggers
-from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
+from common.metrics.loggers import Guarded, JsonLines, ProgressBar
 from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked, run_python
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
-EVAL = {
-    "kind": "eval",
-    "step": 4,
-    "epoch": 1.0,
-    "loss": 1.5,
-    "top1": 0.25,
-    "top5": 0.5,
-    "samples": 8,
-}
+EVAL = dict(kind="eval", step=4, epoch=1.0, loss=1.5, top1=0.25, top5=0.5, samples=8)
 WRITE_WANDB = """
 import sys
 from pathlib import Path
@@ -75,8 +65,10 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
     assert capsys.readouterr().err == warning
 
 
-def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monkeypatch):
-    save = Mock(wraps=curves.save_figure)
+def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
+    tmp_path, monkeypatch
+):
+    save = Mock()
     monkeypatch.setattr(curves, "save_figure", save)
     (tmp_path / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "CUTMIX": 1.0}}')
     file, logger = JsonLines(tmp_path), curves.Curves(tmp_path)
@@ -88,29 +80,21 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
         logger(record)
         assert save.call_count == drawings
     logger.close()
-    logger.close()
-    drawn = []
-    for (figure, _), _ in save.call_args_list[2:]:
-        (axes,) = figure.axes
-        drawn += [axes.get_xlabel(), axes.get_ylabel()]
-        drawn += [[line.get_label(), line.get_xydata().tolist()] for line in axes.lines]
+    drawn = {}
+    for (figure, path), _ in save.call_args_list[2:]:
+        lines = figure.axes[0].lines
+        drawn[path.name] = [(line.get_label(), line.get_xydata().tolist()) for line in lines]
     assert str(drawn) == (
-        "['optimizer step', 'loss', "
-        "['training: binary cross-entropy, cutmix 1.0', [[2.0, 2.0], [3.0, nan]]], "
-        "['evaluation: cross-entropy', [[4.0, 1.5]]], "
-        "'optimizer step', 'accuracy (%)', ['top-1', [[4.0, 25.0]]], ['top-5', [[4.0, 50.0]]]]"
+        "{'loss.jpeg': [('training: binary cross-entropy, cutmix 1.0', [[2.0, 2.0], [3.0, nan]]), "
+        "('evaluation: cross-entropy', [[4.0, 1.5]])], "
+        "'acc.jpeg': [('top-1', [[4.0, 25.0]]), ('top-5', [[4.0, 50.0]])]}"
     )
-    for name in ("loss", "acc"):
-        with Image.open(tmp_path / f"{name}.jpeg") as picture:
-            assert (picture.format, picture.size) == ("JPEG", (960, 600))
 
 
 def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loggers.sys.stderr, "isatty", lambda: True)
     progress = ProgressBar(tmp_path, 7000, 28000)
     progress.bar.dynamic_ncols = lambda file: (80, 24)
-    progress.step(loss=2.5)
-    assert "loss=2.5000" in str(progress.bar)
     progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
     progress(EVAL)
     progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
@@ -140,12 +124,6 @@ def test_tensorboard_reads_every_metric_once(tmp_path):
         "eval/top1": [(2, 0.25), (4, 0.25)],
         "eval/top5": [(2, 0.5), (4, 0.5)],
     }
-
-
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda module: None)
-    with pytest.raises(UserError, match="wandb'.: wandb is not installed; pip install wandb"):
-        check_trackers(["wandb"])
 
 
 @pytest.mark.trackers

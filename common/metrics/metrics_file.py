@@ -49,25 +49,24 @@ class Record(BaseModel):
     time: float = Field(0.0, ge=0, le=1e11)  # Unix time, seconds
     loss: Loss = math.nan  # mean since the last train record; in evaluation, of all samples
 
-    # In a train record only. ``lr`` and ``grad_norm`` are those of the last step.
-    lr: Metric = None
-    grad_norm: Metric = None  # before clipping
-    noise_scale: Metric = None  # images, averaged over about 100 steps; null: above any number
+    # In a train record only; they may be missing, or null where they are not finite. ``lr`` and
+    # ``grad_norm`` are those of the last step.
+    #   lr
+    #   grad_norm: before clipping
+    #   noise_scale: images, averaged over about 100 steps; null: above any number
+    #   samples_per_s: over all GPUs
+    #   mfu: model FLOPs utilisation, a fraction of the GPUs' peak
+    #   data_wait: fraction of the time that rank 0 waited for its loader
+    #   forward_s: seconds of a step in the forward passes with the loss
+    #   backward_s: seconds of a step in the backward passes
+    #   peak_memory_gb: 1e9 bytes, of rank 0; without DALI's buffers on a GPU
     skipped: Count = 0  # updates so far that were skipped because of non-finite values
-    samples_per_s: Metric = None  # over all GPUs
-    mfu: Metric = None  # model FLOPs utilisation: a fraction of the GPUs' peak
-    data_wait: Metric = None  # fraction of the time that rank 0 waited for its loader
-    forward_s: Metric = None  # seconds of a step in the forward passes with the loss
-    backward_s: Metric = None  # seconds of a step in the backward passes
-    peak_memory_gb: Metric = None  # 1e9 bytes, of rank 0; without DALI's buffers on a GPU
 
     # In an eval record only; each sample of the evaluation set counts once.
     samples: Count = 0
     top1: Share = 0.0
     top5: Share = 0.0
-    mean_recall: Metric = None  # over the classes
-    macro_f1: Metric = None
-    auroc: Metric = None  # of two classes
+    # Also mean_recall and macro_f1, over the classes, and auroc, of two classes.
 
     @model_validator(mode="after")
     def _is_measured(self) -> "Record":

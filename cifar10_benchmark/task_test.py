@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from PIL.Image import Resampling
@@ -70,32 +71,31 @@ def test_evaluation_is_torchvisions(data, root):
 
 @pytest.mark.parametrize(
     ("padding", "flip", "policy", "size"),
-    [(4, True, None, 8), (2, False, "cifar10", 8), (0, True, None, 8), (1, True, "cifar10", 5)],
+    [(2, False, "cifar10", 8), (0, True, None, 8), (1, True, "cifar10", 5)],
 )
 def test_crops_and_flips_are_torchvisions_then_autoaugment_then_the_size_as_pillows(
     data, padding, flip, policy, size
 ):
     data |= {"crop_padding": padding, "flip": flip, "autoaugment": policy, "repeats": 2}
-    images, shown = torch.from_numpy(open_images(data).train.images), []
-    for rank in (0, 1):
-        resolutions = Resolution(1, size, 4, 2), Resolution(2, 8, 4, 2)
-        loader = build_train(data, dp_rank=rank, dp_size=2, resolutions=resolutions)
-        for draw, (found, _) in zip(loader.sampler.draws(0), loader, strict=True):
-            expected = images[draw.indices]
-            for number, row in enumerate(draw.uniforms):
-                top, left = (int(uniform * (2 * padding + 1)) for uniform in row[:2])
-                image = F.crop(F.pad(expected[number], [padding]), top, left, 8, 8)
-                expected[number] = F.horizontal_flip(image) if flip and row[2] < 0.5 else image
-            if policy:
-                AutoAugment().augment_batch(expected, draw.uniforms[:, 3:])
-            resized = [F.to_pil_image(image).resize((size, size), BILINEAR) for image in expected]
-            expected = torch.stack([F.pil_to_tensor(image) for image in resized])
-            difference = found - Normalizer(data["mean"], data["std"], CPU)(expected)
-            levels = difference * (255 * torch.tensor(data["std"])[:, None, None])
-            assert levels.abs().max() < (1.001 if size < 8 else 1e-9)
-            shown += draw.indices.tolist()
-    assert (len(shown), len(set(shown))) == (48, 24)
-    assert next(iter(loader))[0].shape[2:] == (8, 8)
+    images = torch.from_numpy(open_images(data).train.images)
+    resolutions = Resolution(1, size, 4, 2), Resolution(2, 8, 4, 2)
+    loader = build_train(data, dp_rank=1, dp_size=2, resolutions=resolutions)
+    for draw, (found, _) in zip(loader.sampler.draws(0), loader, strict=True):
+        expected = images[draw.indices]
+        for number, row in enumerate(draw.uniforms):
+            top, left = (int(uniform * (2 * padding + 1)) for uniform in row[:2])
+            image = F.crop(F.pad(expected[number], [padding]), top, left, 8, 8)
+            expected[number] = F.horizontal_flip(image) if flip and row[2] < 0.5 else image
+        if policy:
+            AutoAugment().augment_batch(expected, draw.uniforms[:, 3:])
+        resized = [F.to_pil_image(image).resize((size, size), BILINEAR) for image in expected]
+        expected = torch.stack([F.pil_to_tensor(image) for image in resized])
+        difference = found - Normalizer(data["mean"], data["std"], CPU)(expected)
+        levels = difference * (255 * torch.tensor(data["std"])[:, None, None])
+        assert levels.abs().max() < (1.001 if size < 8 else 1e-9)
+    assert (loader.sampler.repeats, next(iter(loader))[0].shape[2:]) == (2, (8, 8))
+    balanced = build_train(data | {"sampling": "balanced"}).sampler.balanced
+    assert np.array_equal(balanced, open_images(data).train.labels)
 
 
 @pytest.mark.parametrize("build", [build_train, build_small, build_eval])
@@ -106,11 +106,6 @@ def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
     assert kernels[False] <= 140
     assert kernels[True] <= 2  # from building the loader, by batch
     assert all(map(torch.equal, images, (images for images, _ in build(data))))
-
-
-def test_classes_are_drawn_equally_often(data):
-    batches = build_train(data | {"sampling": "balanced"})
-    assert torch.cat([labels for _, labels in batches]).bincount().tolist() == [16] * 3
 
 
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):

@@ -28,28 +28,16 @@ def write_archive(path: Path, *members: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        ["data/one", "data/../../../evil"],
-        ["other"],
-        [],  # a cut archive, below
-    ],
-)
+@pytest.mark.parametrize("members", [["data/one", "data/../../../evil"], ["other"], ["data/one"]])
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, members):
-    archive = tmp_path / "archive.tgz"
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_archive(archive, *(members or ["data/one"]))
-    if not members:
+    archive = write_archive(tmp_path / "archive.tgz", *members)
+    if members == ["data/one"]:
         os.truncate(archive, 100_000)
-    with pytest.raises(
-        UserError, match=r"data cannot be unpacked into .* \(.+\); check the free space"
-    ):
+    with pytest.raises(UserError, match=r"data cannot be unpacked into .* \(.+\); check the free"):
         extract(archive, "data", folder)
     assert sorted(tmp_path.rglob("*")) == [archive, folder]
-    extract(write_archive(archive, "data/one", "other"), "data", folder)
-    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "data/one"]
 
 
 def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
@@ -58,29 +46,19 @@ def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
     md5 = hashlib.md5(source.read_bytes()).hexdigest()
     folder = tmp_path / "new/a/data"
     archive = tmp_path / "new/a.tgz"
-    with HTTPServer(
-        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    ) as http:
-        threading.Thread(
-            target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with HTTPServer(("127.0.0.1", 0), handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_port}/archive.tar.gz"
-        with pytest.raises(
-            UserError,
-            match=f"^{url}: File not found or corrupted.*; rerun the command, or download",
-        ):
+        words = f"^{url}: File not found or corrupted.*; rerun the command, or download"
+        with pytest.raises(UserError, match=words):
             fetch(folder, archive, url, "0", True, "data/", "4 TB")
+        with pytest.raises(UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True"):
+            fetch(folder, archive, url, "0", False, "data/", "4 TB")
         archive.unlink()
-        for added, words in ((".zip", "HTTP Error 404: .*"), (" 2", "URL can't contain .*")):
-            with pytest.raises(UserError, match=f"^http.*: {words}; rerun the command"):
-                fetch(folder, archive, url + added, md5, True, "data/", "4 TB")
         capfd.readouterr()
         run_ranks(4, fetch, folder, archive, url, md5, True, "data/", "4 TB")
         http.shutdown()
     # one process: the address, then the content
     assert capfd.readouterr().err.count('"GET /archive.tar.gz') == 2
     assert (folder / "one").read_bytes() == CONTENT
-    with pytest.raises(
-        UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True fetches 4 TB"
-    ):
-        fetch(folder, archive, "", "0", False, "data/", "4 TB")

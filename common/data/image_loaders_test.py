@@ -1,9 +1,9 @@
+"""The readers of images: the same with workers, what is augmented, and bad images."""
+
 import os
 import random
-import shutil
 from multiprocessing import active_children
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,71 +13,47 @@ from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
-from common.data.bad_images import BadImages
 from common.data.batch_augment_test import MEAN, STD
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
-from common.data.image_folder import list_classes
+from common.data.image_folder import list_classes, list_folders
 from common.data.image_loaders import ImageReader, build_eval_loader, build_train_loader
 from common.data.image_split import FolderSplit
 from common.data.loader import Loader
-from common.data.sampler import NO_LABEL, Draw, EvalSampler, TrainSampler
-from common.data.workers import RecordReader
+from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
-from common.hardware import rank_cores
 from common.testing.commands import run_python
+from common.testing.photographs import write_colours
 
 SIZE = 24
-ORIENTATION = 0x0112
+CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Two classes of images of many kinds, two splits; most have to be turned."""
-    root = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    for split, count in (("train", 10), ("val", 5)):
-        for name in ("ape", "bee"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                height, width = random.integers(25, 60, 2).tolist()
-                image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
-                kind, mode = [("jpg", "RGB"), ("png", "RGBA"), ("png", "P"), ("jpg", "L")][
-                    number % 4
-                ]
-                exif = Image.Exif()
-                exif[ORIENTATION] = (8, 1, 2, 6, 3)[number % 5]
-                image.convert(mode).save(root / split / name / f"{number}.{kind}", exif=exif)
-    return root
+@pytest.fixture
+def split(tmp_path) -> FolderSplit:
+    return open_folder(write_colours(tmp_path, 20, 30, 40))
 
 
-def open_folder(root: Path, split: str) -> FolderSplit:
-    class_names = ["ape", "bee"]
-    return FolderSplit(root, class_names, list_classes(root, root / split, class_names))
+def open_folder(root: Path) -> FolderSplit:
+    names = list_folders(root)
+    return FolderSplit(root, names, list_classes(root, root, names))
 
 
 def reader(split, crop, workers: int = 0, dp_size: int = 1) -> ImageReader:
-    place = dict(workers=workers, device=torch.device("cpu"), dp_size=dp_size)
+    place = dict(workers=workers, device=CPU, dp_size=dp_size)
     return ImageReader(split, crop, size=SIZE, mean=MEAN, std=STD, **place)
 
 
-def train_loader(split, workers: int = 0) -> Loader:
-    sampler = TrainSampler(len(split), 8, 4, seed=5, num_uniforms=CROP_UNIFORMS)
-    return Loader(sampler, reader(split, RandomCrop(), workers))
-
-
-def eval_loader(split, batch: int = 4) -> Loader:
-    return Loader(EvalSampler(len(split), batch), reader(split, CenterCrop(SIZE, 28)))
+def eval_loader(split, workers: int = 0) -> Loader:
+    return Loader(EvalSampler(20, 20), reader(split, CenterCrop(SIZE, 28), workers))
 
 
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m10-n8-inc1"])
-def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
+def test_a_text_is_timms_randaugment_after_the_crop(split, text, monkeypatch):
     mean = (0.6,) * 3
     data = Data(workers=0, mean=mean, std=(1 / 255,) * 3, interpolation="bicubic").model_dump()
-    split = open_folder(folder, "train")
-    place = dict(image_size=SIZE, device=torch.device("cpu"), seed=5)
+    place = dict(image_size=SIZE, device=CPU, seed=5)
     plain = build_train_loader(split, data, 8, 4, **place)
     augmented = build_train_loader(split, data | {"randaugment": text}, 8, 4, **place)
-    assert augmented.sampler.num_uniforms == CROP_UNIFORMS + 1
     batches = list(augmented)
     options = dict(auto_augment=text, interpolation="bicubic", mean=mean)
     theirs = create_transform(SIZE, True, **options).transforms[2]
@@ -95,32 +71,28 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
 def test_the_config_decides_the_crops():
     values = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9, interpolation="bicubic")
     data = Data(flip=False, repeats=2, window=3, mean=MEAN, std=STD, **values).model_dump()
-    place = dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
+    place = dict(image_size=SIZE, device=CPU, dp_size=2)
     place["build_reader"] = lambda images, crop, **options: (crop, options)
-
     train = build_train_loader(range(20), data, 8, 4, seed=5, **place)
     crop, options = train.reader
     assert crop == RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
-    assert (options["workers"], options["batch"], options["augment"]) == (rank_cores(), 4, None)
     assert (options["mean"], options["std"], options["size"]) == (MEAN, STD, SIZE)
     assert (train.sampler.repeats, train.sampler.window) == (2, 3)
-    crop, options = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
+    crop, _ = build_eval_loader(range(20), data, 6, **place).reader
     assert crop == CenterCrop(SIZE, 26, "bicubic")
-    assert (options["workers"], options["batch"], options["dp_size"]) == (0, 6, 2)
     train = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
     assert train.reader[0] == SimpleCrop(SIZE, False, "bicubic")
 
 
-def test_workers_change_nothing_and_leave_with_the_loader(folder):
-    split = open_folder(folder, "train")
+def test_workers_change_nothing_and_leave_with_the_loader(split):
     before = set(active_children())
-    here, workers = train_loader(split), train_loader(split, workers=2)
-    for loader in (here, workers):
-        next(iter(loader))  # epoch 0, left early
-    for _ in range(2):
-        torch.testing.assert_close(list(workers), list(here), rtol=0, atol=0)
+    sampler = TrainSampler(20, 8, 4, seed=5, num_uniforms=CROP_UNIFORMS)
+    here, loader = (Loader(sampler, reader(split, RandomCrop(), number)) for number in (0, 2))
+    next(iter(loader))  # epoch 0, left early
+    here.load_state_dict({"epoch": 1, "samples": 0})
+    torch.testing.assert_close(list(loader), list(here), rtol=0, atol=0)
     assert len(set(active_children()) - before) >= 2
-    workers.close()
+    loader.close()
     assert set(active_children()) <= before
 
 
@@ -138,18 +110,6 @@ os.kill(os.getpid(), 9)"""  # an orphan would keep the pipe open
     )
 
 
-@pytest.fixture
-def corrupt(folder, tmp_path) -> Path:
-    """The folder with three bad training images of 20; the first runs as a PostScript program."""
-    root = shutil.copytree(folder, tmp_path / "images")
-    split = open_folder(root, "train")
-    Image.new("L", (8, 8)).save(split.path(7), "EPS")
-    split.path(8).write_bytes(b"P4 20000 9999\n".ljust(1 << 25))  # the bits may follow
-    split.path(9).unlink()
-    split.path(9).symlink_to("nowhere")
-    return root
-
-
 BAD = {
     7: "cannot identify image file",
     8: "20000x9999 is more than 100 million pixels",
@@ -158,20 +118,25 @@ BAD = {
 
 
 @pytest.mark.parametrize(("workers", "named"), [(0, 3), (1, 2)])
-def test_bad_images_are_left_out_of_evaluation_and_named_once(
-    folder, corrupt, monkeypatch, capsys, workers, named
+def test_bad_images_are_left_out_and_named_once_but_many_stop_the_pass(
+    split, monkeypatch, capsys, workers, named
 ):
+    ((images, labels),) = eval_loader(split)
+    Image.new("L", (8, 8)).save(split.path(7), "EPS")  # runs as a PostScript program
+    split.path(8).write_bytes(b"P4 20000 9999\n".ljust(1 << 25))  # the bits may follow
+    split.path(9).unlink()
+    split.path(9).symlink_to("nowhere")
+    words = "2 of the 10 images that this process reads in a pass are bad, more than 1%"
+    with pytest.raises(UserError, match=f"^{split.path(8)}: .*{words}$"):
+        list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))
+    capsys.readouterr()
     monkeypatch.setattr("common.data.bad_images.MAX_BAD_SHARE", 0.15)
     monkeypatch.setattr("common.data.bad_images.NAMED", named)
-    split, whole = open_folder(corrupt, "train"), open_folder(folder, "train")
-    assert split.fingerprint != whole.fingerprint
-    loader = Loader(EvalSampler(20, 20), reader(split, CenterCrop(SIZE, 28), workers))
-    ((expected_images, expected_labels),) = eval_loader(whole, 20)
-    expected_images[list(BAD)], expected_labels[list(BAD)] = 0, NO_LABEL
+    loader = eval_loader(split, workers)
+    images[list(BAD)] = 0
+    labels[list(BAD)] = NO_LABEL
     for _ in range(2):
-        torch.testing.assert_close(
-            list(loader), [(expected_images, expected_labels)], rtol=0, atol=0
-        )
+        torch.testing.assert_close(list(loader), [(images, labels)], rtol=0, atol=0)
     loader.close()
     lines = [
         f"skipped: {split.path(row)}: {reason}; remove or replace this image"
@@ -180,37 +145,9 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(
     assert capsys.readouterr().err.splitlines() == lines[:named]
 
 
-def test_chance_may_deal_a_process_some_more_bad_images():
-    BadImages(500).add(["x"] * 12)
-    with pytest.raises(UserError, match="more than 1%"):
-        BadImages(500).add(["x"] * 20)
-
-
 def test_a_fingerprint_is_of_paths_labels_and_class_names(tmp_path):
     lists = [("1", 0), ("2", 1)], [("1", 1), ("2", 0)], [("1", 0), ("3", 1)]
     found = {
         FolderSplit(tmp_path, names, files).fingerprint for names in ("ab", "ac") for files in lists
     }
     assert len(found) == 6
-
-
-@pytest.mark.parametrize("spans", [None, np.array([[0, 1, 1]])])
-@pytest.mark.parametrize(("nbytes", "ahead"), [(0, 65), (1e7, 13), (1e9, 4)])
-def test_reading_is_ahead_by_so_many_draws_or_bytes_and_keeps_no_span(nbytes, ahead, spans):
-    reads, taken = [], []
-    source = SimpleNamespace(
-        read_span=lambda *span: [reads.append(span)], span_bytes=lambda *_: nbytes
-    )
-    source.read = reads.append
-    draws = (Draw(np.zeros(1, int), taken.append(n), spans) for n in range(99))
-    records = RecordReader(source).read(draws)
-    next(records)
-    assert len(taken) == ahead
-    assert len([*records, 0]) == len(reads) == 99
-
-
-def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
-    split = open_folder(corrupt, "train")
-    words = "2 of the 10 images that this process reads in a pass are bad, more than 1%"
-    with pytest.raises(UserError, match=f"^{split.path(8)}: .*{words}$"):
-        list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))

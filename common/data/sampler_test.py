@@ -53,9 +53,7 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, 
     assert len(np.unique(indices)) == 20 * 48 or options.keys() & {"repeats", "balanced"}
 
 
-@pytest.mark.parametrize(
-    ("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)]
-)
+@pytest.mark.parametrize(("samples", "batch", "dp_size"), [(700, 128, 8), (1000, 192, 3)])
 def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
     """In each step; the draws of a sample are in different micro-batches."""
     order = torch.from_numpy(epoch_order(samples, 7, 2))
@@ -74,16 +72,13 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
 
 
 def test_classes_are_drawn_equally_often():
-    """250 times each, one of each in every four draws, and all samples of a class in turn."""
-    batch, other = (
-        global_batches(1000, 1000, 1000, 1, epoch=epoch, balanced=LABELS)[0][0] for epoch in (0, 1)
-    )
+    """One of each class in every four draws, and all samples of a class in turn."""
+    ((batch, _),) = global_batches(1000, 1000, 1000, 1, balanced=LABELS)
     labels = LABELS[batch].reshape(-1, 4)
     assert (np.sort(labels) == [0, 1, 3, 4]).all()
     assert len(np.unique(labels, axis=0)) == 24  # in all orders
     for label, times in {3: {0, 1}, 0: {1, 2}, 4: {2, 3}, 1: {25}}.items():
         assert {*np.bincount(batch, minlength=1000)[label == LABELS]} == times
-    assert len({*batch} & {*other}) < 450  # other samples of the large class
 
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
@@ -93,9 +88,8 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert row.tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
     (draw,) = TrainSampler(6, 6, 6, seed=42, balanced=np.array([0, 0, 0, 0, 0, 1])).draws(3)
     assert draw.indices.tolist() == [5, 3, 5, 4, 5, 1]
-    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(
-        3
-    )
+    blocks = np.array([0, 3, 6, 9, 12])
+    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=blocks, window=2).draws(3)
     assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
 
 
@@ -104,18 +98,16 @@ def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
     reads = []
     held = set()
     for draw in draws:
-        for index, (first, end, is_last) in zip(
-            draw.indices.tolist(), draw.spans.tolist(), strict=True
-        ):
+        for index, (first, end, is_last) in zip(draw.indices, draw.spans.tolist(), strict=True):
             if index == PADDING:
                 continue
             assert first <= index < end
-            if (first, end) not in held:
+            if first not in held:
                 reads.append((first, end))
-                held.add((first, end))
+                held.add(first)
             assert len(held) <= most
             if is_last:
-                held.remove((first, end))
+                held.remove(first)
     return reads
 
 
@@ -133,7 +125,6 @@ def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size,
     assert all(end <= first for (_, end), (first, _) in pairwise(together))
     drawn = samples // 64 * 64 // repeats
     assert drawn <= sum(end - first for first, end in together) <= drawn + 64 * 15
-    assert len(together) <= 1024 / repeats + 64
     resumed = reads_of(list(ranks[0].draws(2, samples // 128 * 64)), most)
     assert len(resumed) <= len(reads[0]) / 2 + most
 
@@ -149,9 +140,8 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, ba
     ]
     draws = [list(rank.draws(epoch=5)) for rank in ranks]
     reads = [read for drawn in draws for read in reads_of(drawn)]
-    assert sorted(reads) == sorted(set(reads))
-    assert len(reads) < len(blocks) + dp_size
-    assert {len(drawn) for drawn in draws} == {len(ranks[0])}
+    assert sum(end - first for first, end in reads) == samples  # each is read once
+    (batches,) = {len(drawn) for drawn in draws}
     indices = np.concatenate([draw.indices for drawn in draws for draw in drawn])
-    assert {len(draw.indices) for drawn in draws for draw in drawn} == {batch}
+    assert len(indices) == dp_size * batches * batch
     assert sorted(indices[indices != PADDING].tolist()) == list(range(samples))

@@ -32,33 +32,20 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
     find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
     rows, said = read_rows(tmp_path / "found"), capsys.readouterr().out
-    words = (
-        "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of "
-        "learning rates"
-    )
-    assert f"{words} from 1e-05 to 10 in place of the config's, in {tmp_path}/found " in " ".join(
-        said.split()
-    )
+    assert " 40 steps instead of training; nothing is saved but find_lr.png and" in f" {said}"
     first = read_metrics(train(data, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
     assert rows["learning_rate"] == pytest.approx(rates)
     assert rows[0]["loss"] == first["loss"] == pytest.approx(rows[0]["smoothed"], rel=1e-12)
     assert sorted(os.listdir(tmp_path / "found")) == [".lock", "find_lr.csv", "find_lr.png"]
-    smoothed = rows["smoothed"].tolist()
-    best = rates[smoothed.index(min(smoothed))]
-    lines = (
-        f"curve        {tmp_path}/found/find_lr.png\n             {tmp_path}/found/find_lr.csv\n"
+    smoothed = rows["smoothed"]
+    best = rates[smoothed.argmin()]
+    assert said.endswith(
+        f"a tenth of {best:.1e}, where the smoothed loss is lowest\nLEARNING_RATE={best / 10:.1e}\n"
     )
-    lines += (
-        f"suggested    a tenth of {best:.1e}, where the smoothed loss is "
-        f"lowest\nLEARNING_RATE={best / 10:.1e}\n"
-    )
-    assert said.endswith(lines)
     assert 20 < len(rows) < 40
-    diverged = [
-        not value < 4 * min(smoothed[: number + 1]) for number, value in enumerate(smoothed)
-    ]
-    assert diverged == [False] * (len(rows) - 1) + [True]
+    diverged = ~(smoothed < 4 * np.minimum.accumulate(smoothed))
+    assert diverged.tolist() == [False] * (len(rows) - 1) + [True]
 
 
 def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
@@ -74,24 +61,18 @@ def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
 def test_two_ranks_find_what_one_does(data, tmp_path, mode):
     settings = ("TENSOR_PARALLEL_SIZE=2", f"TENSOR_PARALLEL_MODE={mode}") if mode else ()
     run_ranks(2, find, data, tmp_path / "two", *settings)
-    with mock.patch("common.metrics.lr_finder.save_figure") as saved:
-        find(data, tmp_path / "one")
+    find(data, tmp_path / "one")
     two, one = read_rows(tmp_path / "two"), read_rows(tmp_path / "one")
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    first, least = one[0]["smoothed"], one["smoothed"].min()
-    # without the diverged end
-    assert saved.call_args[0][0].axes[0].get_ylim()[1] == pytest.approx(1.5 * first - 0.5 * least)
 
 
 def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
     losses = [1.1, 0.9, 1.1, 0.9, 1.2]
+    noise = [dict(loss=loss, smoothed=1.0) for loss in losses]
     for deviations, expected in ((1.2, None), (1.4, 0.01)):
         least = statistics.mean(losses) - deviations * statistics.stdev(losses)
-        rows = [dict(loss=loss, smoothed=1.0) for loss in losses]
-        assert (
-            suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least), *rows, *rows])
-            == expected
-        )
+        lowest = dict(learning_rate=0.1, loss=least, smoothed=least)
+        assert suggest_rate([*noise, lowest, *noise]) == expected
     assert suggest_rate([dict(loss=math.nan, smoothed=math.nan)]) is None
 
 
@@ -105,10 +86,6 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, cap
     assert names.count("aten::linear") == 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
     said = capsys.readouterr().out
-    assert said.startswith(
-        "7 steps instead of training; nothing is saved but trace.json and operators.txt,"
-    )
     assert "\nIMAGE_SIZES: 8 pixels, the first size, in all steps\n" in said
     assert table in said
-    assert "Self CPU %" in table
     assert sorted(os.listdir(output)) == [".lock", "profile"]

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from common import text
-from common.errors import AgreedError, RankError, UserError, command_parser, run_command
+from common.errors import AgreedError, RankError, UserError, run_command
 
 
 @pytest.mark.parametrize(
@@ -70,17 +69,6 @@ def test_semaphores_that_cannot_be_written_are_explained(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^2$"):
         run_command(lambda _: multiprocessing.Lock(), [])
     assert capsys.readouterr().err.startswith("error: /dev/shm: Permission denied: worker ")
-
-
-def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
-    text.print_wrapped("one " + "long-" * 16)
-    assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
-    assert (
-        text.format_table([{"a": 1, "class": "x\n"}])
-        == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
-    )
-    assert [text.first_line(ValueError(line)) for line in ("\n a \nb", "")] == ["a", "ValueError"]
-    assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 
 def test_a_closed_standard_output_ends_quietly():

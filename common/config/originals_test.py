@@ -156,16 +156,6 @@ def test_own_scripts_take_recipes_and_naives_options_and_are_checked(capsys):
         assert "without effect here: fp16.hysteresis" in said
 
 
-def test_dalis_root_stands_beside_the_recipes_data(tmp_path):
-    text = (
-        "TOTAL_BATCH_SIZE = 8\nseed = 7\nLOG_PATH = str(seed)\ndali = dict(root='/data/x', "
-        "gpu_aug=True)\n"
-    )
-    config = load(tmp_path, text, "vit_s16_vanilla")
-    assert (config["DATA"]["root"], config["DATA"]["mean"]) == ("/data/x", (0.5, 0.5, 0.5))
-    assert [config[key] for key in ("SEED", "OUTPUT", "fp16", "BATCH_SIZE")] == [7, "7", None, None]
-
-
 def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):
     text = DATA_PARALLEL.replace("NUM_EPOCHS = 2", "")
     config = load(
@@ -173,8 +163,10 @@ def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):
     )
     assert [config[key] for key in ("SEED", "NUM_EPOCHS", "WARMUP_EPOCHS", "MIXUP")] == [7, 4, 2, 0]
     assert config["MODEL"]["dropout"] == 0.0
-    config = load(tmp_path, CIFAR_1D, "vit_lite_vanilla", "BATCH_SIZE=64", "SEED=1")
+    text = f"{CIFAR_1D}dali = dict(root='/data/x')\n"
+    config = load(tmp_path, text, "vit_lite_vanilla", "BATCH_SIZE=64", "SEED=1")
     assert (config["TOTAL_BATCH_SIZE"], config["SEED"]) == (64, 1)
+    assert (config["DATA"]["root"], config["DATA"]["std"][0]) == ("/data/x", 0.2023)
     config = load(tmp_path, DATA_PARALLEL, "vit-b16", "BATCH_SIZE=128")  # per GPU
     assert build_plan(config, 8, None).total_batch == 128 * 16 * 8
 

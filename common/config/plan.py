@@ -167,17 +167,10 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         )
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
-        factor = either = ""
-        if micro:
-            factor = f"MICRO_BATCH_SIZE={micro} x "
-            # No micro-batch helps where the ranks cannot share the batch at all.
-            either = "" if total % data_parallel else ", or MICRO_BATCH_SIZE=None"
-        elif accumulation:
-            factor = f"gradient_accumulation={accumulation} x "
-        divisor = factor + counted(data_parallel, "data-parallel process")
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is not divisible by {divisor}: set it to "
-            f"{nearest_multiples(total, unit)}{either}, or start another number of processes"
+            f"TOTAL_BATCH_SIZE={total} is not divisible by {unit} (MICRO_BATCH_SIZE or "
+            f"gradient_accumulation, x {data_parallel} data-parallel processes): set it to "
+            f"{nearest_multiples(total, unit)}, or start another number of processes"
         )
     if micro:
         accumulation = total // unit

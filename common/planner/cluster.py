@@ -15,8 +15,6 @@ LATENCY = 20e-6  # least seconds per collective; an assumption
 # images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image
 # (docs/performance.md)
 DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
-# The flags that `add_cluster_arguments` adds.
-CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,16 @@ def sent_share(name: str, size: int) -> float:
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
-    group = parser.add_argument_group(
-        "prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes"
-    )
+    group = parser.add_argument_group("prediction", "with --dry-run; defaults: DGX H100 nodes")
     group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
-    group.add_argument("--gpus-per-node", type=at_least_1, help="default: 8")
+    group.add_argument("--gpus-per-node", type=at_least_1, default=8, help="default: 8")
     links = (
         "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link "
         "per GPU)"
     )
-    group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
+    group.add_argument(
+        "--links", type=_positive, nargs=2, default=(450, 50), metavar="GB/S", help=links
+    )
     group.add_argument(
         "--images-per-s",
         type=_positive,
@@ -115,13 +113,17 @@ def parse_cluster(args: argparse.Namespace, decode: float) -> Cluster:
 
     ``decode`` is used without ``--decode-images-per-s``.
     """
-    inside, between = args.links or (None, None)
-    gigabytes = {"memory": args.gpu_memory, "inside": inside, "between": between}
-    given = {name: 1e9 * value for name, value in gigabytes.items() if value is not None}
-    others = {"node": args.gpus_per_node, "images_per_s": args.images_per_s}
-    given |= {name: value for name, value in others.items() if value is not None}
-    given["decode"] = args.decode_images_per_s or decode
-    return replace(cluster_here(), **given)
+    here = cluster_here()
+    inside, between = args.links
+    return replace(
+        here,
+        memory=1e9 * args.gpu_memory if args.gpu_memory else here.memory,
+        node=args.gpus_per_node,
+        inside=1e9 * inside,
+        between=1e9 * between,
+        images_per_s=args.images_per_s,
+        decode=args.decode_images_per_s or decode,
+    )
 
 
 def cluster_here() -> Cluster:

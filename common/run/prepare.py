@@ -29,7 +29,7 @@ from common.metrics.loggers import check_trackers
 from common.model.build import build_on_meta
 from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.model.flops import flops_per_image
-from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments, at_least_1
+from common.planner.cluster import add_cluster_arguments, at_least_1
 from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root, refuse_unused
 from common.text import first_line, print_wrapped
@@ -50,9 +50,6 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         raise UserError(
             f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself"
         )
-    for name in CLUSTER_FLAGS:
-        if args.gpus is None and getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
     return args
 
 

@@ -142,23 +142,12 @@ def test_what_needs_several_images_is_refused_with_micro_batches_of_one(setting,
         train(data, tmp_path / "run", "MICRO_BATCH_SIZE=1", setting, flags=["--dry-run"])
 
 
-def test_numbers_of_gpus_are_at_least_1(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--config", "quickstart", "--gpus", "0"], "")
-    assert "error: argument --gpus: 0: expected an integer >= 1\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP: ")]
-)
-def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_help_on_a_key_needs_no_config(capsys):
     with pytest.raises(SystemExit, match="^0$"):
-        parse_arguments(words, "")
+        parse_arguments(["--help-config", "fp16"], "")
     text = capsys.readouterr().out
-    assert key in text
-    assert ("MIXUP" in text) == (words == ["--help-config"])
-    assert max(map(len, text.splitlines())) <= 80
+    assert "fp16.dtype: compute dtype; `None`".replace("`", "") in text
+    assert "MIXUP" not in text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +157,6 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
         "--allow-change Depth": "Depth: unknown key; did you mean 'MODEL.depth'",
         "--resume run --profile 3": "--resume run: .* use --init",
         "--gpus 8": "--gpus 8: requires --dry-run; a run counts its processes itself",
-        "--gpus-per-node 4 --dry-run": "--gpus-per-node: requires --dry-run --gpus N",
     }.items(),
 )
 def test_what_is_refused(words, message):
@@ -203,21 +191,14 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     def find(root, download=""):
         return data_root({"DATA": {"root": root, "download": False}}, download)
 
-    with pytest.raises(
-        UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"
-    ):
+    with pytest.raises(UserError, match="DATA.root is not set: .*, Digits is fetched"):
         find(None, "Digits")
     monkeypatch.setenv("DATA", str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"is empty \(it is /.*\): .* \(--set DATA.download=True fetches Digits\)$"
-    ):
+    with pytest.raises(UserError, match="is empty .*DATA.download=True fetches Digits"):
         find(None, "Digits")
     (tmp_path / "train").mkdir()
     assert find(None) == str(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert find(f"~/{tmp_path.name}") == str(tmp_path)
-    with pytest.raises(
-        UserError,
-        match=r"=absent is not a folder \(it is /.*/absent\): .* \(python -m imagenet_dali",
-    ):
+    with pytest.raises(UserError, match=r"=absent is not a folder \(.*imagenet_dali.prepare"):
         find("absent")

@@ -14,7 +14,7 @@ FILES = sorted(
 )
 # Each room of common/ and those that its modules may import, beside their own and the files of
 # common/ itself. The door for users' scripts is "colossal".
-BASE = {"errors", "files", "hardware", "launchers", "plot", "resolutions", "text"}
+BASE = {"class_weights", "errors", "files", "hardware", "launchers", "plot", "resolutions", "text"}
 ROOMS = {
     "engine": "",
     "optim": "engine",

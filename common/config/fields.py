@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Mapping
-from enum import Enum
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -116,8 +116,6 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         return ", ".join(map(repr, parts))
     if origin is list:
         return f"list of {_describe(*parts)}"
-    if issubclass(kind, Enum):
-        return ", ".join(str(member) for member in kind)
     if issubclass(kind, Section):
         return "dict"
     names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None"}
@@ -135,13 +133,12 @@ def _bounds(metadata: Any) -> str:
 def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], where: str) -> str:
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
     keys = all_keys(section)
-    parts = [str(part) for part in problem["loc"]]  # may end with pydantic's names for what it is
-    # The longest name comes first, so that the innermost key is found.
-    starts = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    key = next((start for start in starts if start in keys), "")
+    # "OPTIMIZER", "OPTIMIZER.betas", ...; the last may end with pydantic's names for what it is.
+    names = list(accumulate(map(str, problem["loc"]), "{}.{}".format))
+    key = next((name for name in reversed(names) if name in keys), "")
     if problem["type"] == "extra_forbidden":
-        return f"{where}unknown key {starts[0]}{did_you_mean(starts[0], keys)}"
-    if problem["type"] == "missing" and key == starts[0]:
+        return f"{where}unknown key {names[-1]}{did_you_mean(names[-1], keys)}"
+    if problem["type"] == "missing" and key == names[-1]:
         return f"{where}{key} is missing: {keys[key].description}"
     # The section ``key`` as a whole is wrong.
     if problem["type"] == "value_error":

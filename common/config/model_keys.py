@@ -110,17 +110,6 @@ class Model(Section):
         return self.num_classes or 1000
 
     @property
-    def stem_channels(self) -> list[int]:
-        """Channels before, between and after the convolutions of ``stem="conv"``."""
-        # A width of 384 with patches of 16 pixels gives 3, 24, 48, 96, 192, 384.
-        return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
-
-    @property
-    def has_timm_twin(self) -> bool:
-        """Whether timm's `VisionTransformer` can be the same model."""
-        return NOT_IN_TIMM.items().isdisjoint(self)
-
-    @property
     def prefix_tokens(self) -> int:
         """Tokens before those of the patches: the class token and the registers."""
         return (self.pool == "cls") + self.reg_tokens

@@ -190,10 +190,6 @@ class Optimizer(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
-        # torch refuses this too, but only when the optimizer is built.
-        options = {**OPTIMIZERS[self.name].defaults, **self.model_dump()}
-        if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
-            raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
         # `model_dump` leaves out what is not set, but readers need the default's name as well.
         self.model_fields_set.add("name")
         return self
@@ -252,7 +248,7 @@ Mode = Annotated[
 class Fp16(Options):
     CHOICE = "mode"
     TAKES: ClassVar = {"AMP_TYPE.APEX": {"opt_level": "O1"}}
-    mode: Mode | None = None
+    mode: Mode | None = key(None, title="AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None")
     """TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"""
 
     dtype: Literal["float16", "bfloat16"] | None = None

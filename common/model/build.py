@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from common.config.fields import parse
-from common.config.model_keys import Model, TimmModel, pretrained_config
+from common.config.model_keys import NOT_IN_TIMM, Model, TimmModel, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
@@ -114,7 +114,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
             options["img_size"] = arguments["image_size"]
         return timm.partition(".")[0], options
     a = parse(Model, arguments)
-    if not a.has_timm_twin:
+    if not NOT_IN_TIMM.items().isdisjoint(a):
         return "none", arguments
     from timm import is_model  # timm takes a second to import
 

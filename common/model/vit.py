@@ -9,7 +9,6 @@ E width of a head.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +64,9 @@ class ConvStem(nn.Sequential):
     After Xiao et al., arXiv 2106.14881. All but the first have stride 2.
     """
 
-    def __init__(self, channels: Sequence[int]) -> None:
+    def __init__(self, width: int, patch_size: int) -> None:
+        # With a width of 384 and patches of 16 pixels: 3, 24, 48, 96, 192, 384.
+        channels = [3, *(width >> i for i in reversed(range(patch_size.bit_length())))]
         layers: list[nn.Module] = []
         for number, (before, after) in enumerate(pairwise(channels)):
             stride = 2 if number else 1
@@ -224,7 +225,7 @@ class VisionTransformer(nn.Module):
         self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
         if arguments.stem == "conv":
-            self.patch_embed = ConvStem(arguments.stem_channels)
+            self.patch_embed = ConvStem(width, arguments.patch_size)
         else:
             self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.config.class_weights import class_weights, describe_sizes
+from common.class_weights import class_weights, describe_sizes
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
@@ -160,7 +160,7 @@ def describe_options(
     rows = {}
     if config["LOG"]["noise_scale"] and plan.total_batch == plan.micro_batch:
         rows["LOG.noise_scale"] = f"no effect: {UNMEASURED}"
-    sizes = describe_sizes(data) if data else ""
+    sizes = describe_sizes(data.class_counts, data.class_names) if data else ""
     if sizes:
         rows["images by class"] = sizes
     weights = class_weights(config, data.class_counts) if data else None

@@ -16,7 +16,7 @@ from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
-from common.config.class_weights import class_weights
+from common.class_weights import class_weights
 from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank
 from common.engine.groups import shutdown

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.config.plan import DataSummary
 from common.errors import UserError
 
 BETA = 0.999  # the paper's beta: the effective number of images is at most 1 / (1 - BETA)
@@ -34,9 +33,9 @@ def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[floa
     return setting
 
 
-def describe_sizes(data: DataSummary) -> str:
+def describe_sizes(counts: Sequence[int], names: Sequence[str]) -> str:
     """Return the smallest and the largest classes; "" where their sizes are nearly the same."""
-    classes = sorted(zip(data.class_counts, data.class_names, strict=False))
+    classes = sorted(zip(counts, names, strict=False))
     if not classes or classes[-1][0] <= UNEQUAL * classes[0][0]:
         return ""
     shown = [f"{name[:16]} {count:,}" for count, name in classes]

@@ -13,7 +13,8 @@ from sklearn.datasets import load_digits
 
 from caltech101_amp import train as train_caltech
 from cifar10_benchmark import train as train_cifar10
-from common.config.load import CONFIGS, load_config
+from common.config.execute import CONFIGS
+from common.config.load import load_config
 from common.config.originals_test import FILES
 from common.files import ROOT
 from common.testing.commands import run_forked

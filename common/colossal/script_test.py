@@ -174,7 +174,7 @@ SCRIPTS = [
     (1, "{}", "start()[0].step()", r"call engine.backward\(loss\) before, not loss.backward"),
     (1, "dict(fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16'))", TWO, "torch.float32 torch.int64"),
     (1, "{}", "start(ophooks=[1])", r"ophooks=\[1\]\): hooks of operators are not supported"),
-    (2, TENSOR, "", "config: parallel.data=1 as nothing"),
+    (2, TENSOR, "", "config: without effect here: parallel.data"),
     (2, TENSOR, "start()", r"parallel.tensor.size=2: the model is not sharded: call shard_model"),
     (2, "dict(zero=dict(stage=1))", "start()", r"zero={'stage': 1}: the model is not sharded"),
     (2, TENSOR, LAYERS, "Linear1D of colossalai.legacy.nn is not supported: build the model of"),

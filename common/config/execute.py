@@ -140,12 +140,10 @@ def _find_recipe(path: Path, module: str) -> Path | None:
 
 def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserError:
     """Return what is wrong with the config file ``path``, which ended with ``error``."""
-    if isinstance(error, SyntaxError):
-        return UserError(f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}")
     # an override that is wrong by itself is to blame, not the line that derives from it
     check_given(Config, overrides)
     frames = traceback.extract_tb(error.__traceback__)
     # This is the last line of the file that ran. The frames below it are a library's.
-    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), 1)
-    reason = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-    return UserError(f"{path}, line {line}: {reason}{error}")
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError's
+    return UserError(f"{path}, line {line}: {type(error).__name__}: {error}")

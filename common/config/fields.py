@@ -23,7 +23,6 @@ from common.text import did_you_mean
 
 # The default of an option that depends on `Options.CHOICE`.
 OF_CHOICE: Any = None
-NONE = type(None)
 # Finite; an integer stays one: pydantic would return a float, and 30 be shown as 30.0.
 Number = Annotated[
     float,
@@ -81,22 +80,14 @@ def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
                 raise UserError(_explain(problem, section, values, "")) from None
 
 
-def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a key's value is, or None for any other value."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next(
-        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None
-    )
-
-
 def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     """Return every key of ``section`` by its dotted name, those inside a dict after it."""
     keys = {}
     for name, field in section.model_fields.items():
         keys[prefix + name] = field
-        inside = section_of(field)
-        if inside:
-            keys |= all_keys(inside, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                keys |= all_keys(kind, f"{prefix}{name}.")
     return keys
 
 
@@ -118,7 +109,13 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         return f"list of {_describe(*parts)}"
     if issubclass(kind, Section):
         return "dict"
-    names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None"}
+    names = {
+        int: "integer",
+        float: "number",
+        bool: "True or False",
+        str: "text",
+        types.NoneType: "None",
+    }
     return names[kind] + (_bounds(metadata) if kind in (int, float) else "")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from common.config.execute import (
-    CONFIGS,
     RECIPES,
     Overrides,
     evaluate,
@@ -20,13 +19,12 @@ from common.config.execute import (
 )
 from common.config.fields import parse
 from common.config.model_keys import data_of, pretrained_config
-from common.config.originals import IN_SECTIONS, RENAMED, read_original, read_sections
+from common.config.originals import RENAMED, read_original, read_sections
 from common.config.schema import Config, find_key
 from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.zero import check_zero
 from common.errors import UserError
-from common.files import short_path
 from common.launchers import is_first_process
 from common.text import did_you_mean, print_wrapped
 
@@ -127,9 +125,7 @@ def find_config(name: str, base: str | None = None) -> Path:
     if stem in RECIPES:
         return RECIPES[stem]
     nearest = did_you_mean(stem, RECIPES)
-    raise UserError(
-        f"--config {name}: no such file or recipe{nearest}; ls {short_path(CONFIGS)} lists them"
-    )
+    raise UserError(f"--config {name}: no such file or recipe{nearest}; docs/recipes.md lists them")
 
 
 def parse_settings(settings: Sequence[str]) -> Overrides:
@@ -140,7 +136,7 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         if not equals:
             raise UserError(f"--set {setting}: write it as KEY=VALUE")
         # MODEL may be timm's, whose arguments are checked with the whole of it
-        if not name.startswith("MODEL.") and name not in IN_SECTIONS:
+        if not name.startswith("MODEL."):
             find_key(name)
         overrides.pop(name, None)  # the last one counts, and its position
         overrides[name] = text

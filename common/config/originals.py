@@ -15,8 +15,10 @@ RENAMED = {
     "DROP_RATE": "MODEL.dropout",
     "dali.root": "DATA.root",
 }
-# What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
+# What Colossal-AI documents for NAIVE and APEX, and has no meaning here; ``parallel.data`` follows
+# from the number of processes.
 WITHOUT_EFFECT = {
+    "data",
     "cast_model_outputs",
     "cast_model_type",
     "hysteresis",
@@ -33,8 +35,6 @@ WITHOUT_EFFECT = {
     "verbose",
     "verbosity",
 }
-# What `read_sections` takes out of sections of the config.
-IN_SECTIONS = {f"fp16.{key}" for key in {*WITHOUT_EFFECT, "initial_scale"}} | {"parallel.data"}
 # How a batch is cut is not taken from the recipe.
 BATCH_KEYS = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
@@ -75,22 +75,18 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
 def read_sections(values: dict[str, Any]) -> list[str]:
     """Translate the examples' options inside ``parallel`` and ``fp16``; return notes on them."""
     notes: list[str] = []
-    parallel = values.get("parallel")
-    if isinstance(parallel, Mapping) and "data" in parallel:
-        values["parallel"] = {key: value for key, value in parallel.items() if key != "data"}
-        size = f"parallel.data={parallel['data']!r}"
-        notes.append(f"{size} as nothing: it follows from the number of processes")
-    fp16 = values.get("fp16")
-    if not isinstance(fp16, Mapping):
-        return notes
-    options = {key: value for key, value in fp16.items() if key not in WITHOUT_EFFECT}
-    if "initial_scale" in options:
-        options["init_scale"] = options.pop("initial_scale")
-        notes.append(f"fp16.initial_scale as fp16.init_scale={options['init_scale']!r}")
-    unused = [f"fp16.{key}" for key in fp16 if key in WITHOUT_EFFECT]
-    if unused:
-        notes.append(f"without effect here: {', '.join(unused)}")
-    values["fp16"] = options
+    for section in ("parallel", "fp16"):
+        options = values.get(section)
+        if not isinstance(options, Mapping):
+            continue
+        unused = [f"{section}.{key}" for key in options if key in WITHOUT_EFFECT]
+        options = {key: value for key, value in options.items() if key not in WITHOUT_EFFECT}
+        if "initial_scale" in options:
+            options["init_scale"] = options.pop("initial_scale")
+            notes.append(f"fp16.initial_scale as fp16.init_scale={options['init_scale']!r}")
+        if unused:
+            notes.append(f"without effect here: {', '.join(unused)}")
+        values[section] = options
     return notes
 
 

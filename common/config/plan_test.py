@@ -18,7 +18,6 @@ CONFIG = dict(
     MAX_STEPS=None,
     IMAGE_SIZES=[],
     MODEL=dict(image_size=224),
-    DATA=dict(repeats=1024),
     parallel=dict(tensor=dict(size=1, mode=None)),
 )
 FOUR = dict(tensor=dict(size=4, mode="2d"))
@@ -111,11 +110,6 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
         ),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
-        (
-            dict(TOTAL_BATCH_SIZE=2),
-            1,
-            "DATA.repeats=1024 is more than TOTAL_BATCH_SIZE=2: lower it",
-        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):

@@ -18,7 +18,6 @@ from common.engine.tensor_parallel.layout import describe_tensor_parallel, resol
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_images_per_s
-from common.optim.build import layers_above
 from common.planner.cluster import DECODE, LATENCY, Cluster
 from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
 from common.text import counted, format_table, print_wrapped
@@ -27,7 +26,6 @@ INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 DEFAULTS = {name: field.default for name, field in known_keys().items()}
 DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
-ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
 def print_dry_run(
@@ -188,15 +186,6 @@ def describe_options(
         rows["EMA"] = (
             f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
         )
-    decay = config["OPTIMIZER"].get("layer_decay", 1.0)
-    if decay != 1:
-        layers = max(layers_above(model).values())
-        lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
-        rows["OPTIMIZER.layer_decay"] = f"learning rate x {lowest} (embeddings) to 1 (head)"
-    if config["zero"]:
-        stage = config["zero"]["stage"]
-        shards = counted(plan.data_parallel, "data-parallel process")
-        rows["zero"] = f"stage {stage}, {ZERO[stage]} sharded over {shards}"
     return rows
 
 

@@ -49,10 +49,6 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
 
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
-    compiled = build_planner(
-        build_config() | {"COMPILE": True}, 8
-    )  # tensor parallelism refuses COMPILE
-    assert [prediction.mode for prediction in compiled.predict_modes()] == ["data parallel"]
     parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
     planner = build_planner(build_config(heads=2) | {"parallel": parallel, "zero": {"stage": 1}}, 4)
     own = planner.predict_modes()

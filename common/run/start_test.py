@@ -39,7 +39,7 @@ def start(data: Path, output: Path, *settings: str) -> Ended:
 
 
 def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
-    settings = ("zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99", "LOG.noise_scale=True")
+    settings = ("MODEL.num_classes=9", "EMA=0.99", "LOG.noise_scale=True")
     whole = start(data, tmp_path / "whole", *settings)
     init = f"INIT={tmp_path / 'whole'}"
     head = start(data, tmp_path / "head", init, "FREEZE=body", "MICRO_BATCH_SIZE=64")
@@ -47,8 +47,6 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         "LOG.noise_scale: no effect: the noise scale needs several micro-batches in a step, this "
         "one has one: add --set gradient_accumulation=2",
         "EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights",
-        "zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel "
-        "process",
         "warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many "
         "as it has",
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from common.config.fields import check_given
+from common.config.fields import parse
 from common.config.schema import Config
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
@@ -64,11 +64,11 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
         raise
     except BaseException as error:  # A config that calls exit() has failed too.
         raise _explain(error, path, overrides) from error
-    hidden = (types.ModuleType, type)  # what a file imports for its own use
+    # Modules and types are what a file imports for its own use.
     values = {
         name: value
         for name, value in variables.items()
-        if not name.startswith("_") and not isinstance(value, hidden)
+        if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
     }
     for name, value in used.items():
         if values.get(name, value) != value:
@@ -141,7 +141,7 @@ def _find_recipe(path: Path, module: str) -> Path | None:
 def _explain(error: BaseException, path: Path, overrides: Overrides) -> UserError:
     """Return what is wrong with the config file ``path``, which ended with ``error``."""
     # an override that is wrong by itself is to blame, not the line that derives from it
-    check_given(Config, overrides)
+    parse(Config, overrides, is_part=True)
     frames = traceback.extract_tb(error.__traceback__)
     # This is the last line of the file that ran. The frames below it are a library's.
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]

@@ -56,28 +56,27 @@ class Section(Schema):
 S = TypeVar("S", bound=Section)
 
 
-def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
+def parse(
+    section: type[S], values: Mapping[str, Any], where: str = "", *, is_part: bool = False
+) -> S:
     """Return ``values`` as a ``section``.
 
     Raises `UserError` with one line: the key, its value and what it may be; for an unknown or a
-    missing key ``where``, the file.
+    missing key ``where``, the file. With ``is_part`` any key may be missing or unknown, and only
+    wrong values are refused.
     """
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        # an unknown key first: it may be a missing one, misspelt
-        problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        raise UserError(_explain(problem, section, values, f"{where}: " if where else "")) from None
-
-
-def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a wrong one of ``values``; any key may be missing or unknown."""
-    try:
-        section.model_validate(dict(values))
-    except ValidationError as error:
-        for problem in error.errors():
-            if problem["type"] not in ("missing", "extra_forbidden"):
-                raise UserError(_explain(problem, section, values, "")) from None
+        problems = error.errors()
+    if is_part:
+        known = ("missing", "extra_forbidden")
+        problems = [problem for problem in problems if problem["type"] not in known]
+    # an unknown key first: it may be a missing one, misspelt
+    problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
+    for problem in problems:
+        raise UserError(_explain(problem, section, values, f"{where}: " if where else ""))
+    return section.model_construct()
 
 
 def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:

@@ -38,8 +38,9 @@ class Cluster:
         if len(ranks) == 1:
             return 0.0
         bandwidth = self.inside
-        if self._spans_nodes(ranks):
-            bandwidth = min(self.inside, self._members(ranks) * self.between)
+        members = self._members(ranks)
+        if members < len(ranks):
+            bandwidth = min(self.inside, members * self.between)
         return calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
 
     def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
@@ -48,7 +49,7 @@ class Cluster:
         between = 0.0
         for (name, ranks), nbytes in nbytes_by_route.items():
             sent = sent_share(name, len(ranks)) * nbytes
-            if self._spans_nodes(ranks):
+            if self._members(ranks) < len(ranks):
                 between += sent
             else:
                 inside += sent
@@ -57,10 +58,6 @@ class Cluster:
     def _members(self, ranks: tuple[int, ...]) -> int:
         """Return the largest number of ``ranks`` on one node."""
         return max(Counter(rank // self.node for rank in ranks).values())
-
-    def _spans_nodes(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether not all of the ranks are on one node."""
-        return self._members(ranks) < len(ranks)
 
 
 def sent_share(name: str, size: int) -> float:

@@ -124,16 +124,6 @@ def test_the_micro_batch_is_the_one_that_is_set_or_the_largest_that_fits():
         ).peak
         > 0.9e9
     )
-    config = build_config() | {
-        "MICRO_BATCH_SIZE": 96,
-        "TOTAL_BATCH_SIZE": None,
-        "gradient_accumulation": None,
-    }
-    stated = build_planner(config, 2).predict_modes()
-    assert [(p.mode, p.micro_batch, p.accumulation) for p in stated] == [
-        ("data parallel", 96, 1),
-        ("1d 2", 96, 1),
-    ]
 
 
 @pytest.mark.parametrize(

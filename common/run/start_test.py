@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import types
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from common.config.load import load_config
 from common.engine import amp
 from common.engine.groups import shutdown
 from common.errors import UserError
-from common.planner.cluster import Cluster, cluster_here
 from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu, explain_cudnn
 from common.task import data_root
@@ -105,12 +102,11 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     ("loaded", "words"),
     [
         (91_002, "warning: cuDNN 9.10.2 is loaded, which computes attention wrongly at"),
-        (RuntimeError("cuDNN version incompatibility"), "may be wrong: cuDNN version incompat"),
         (91_501, ""),
     ],
 )
 def test_a_cudnn_that_computes_attention_wrongly_is_said(loaded, words, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=[loaded]))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: loaded)
     assert not explain_cudnn()  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said = explain_cudnn()
@@ -176,13 +172,6 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
         "--set MICRO_BATCH_SIZE=8 --set gradient_accumulation=4 "
         "is expected to fit, with the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
-
-
-def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsys):
-    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr("common.planner.cluster.torch.cuda.is_available", lambda: True)
-    assert cluster_here() == Cluster("H200", 150e9, 8, 450e9, 50e9, 7300.0)
 
 
 def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):

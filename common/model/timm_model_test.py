@@ -1,134 +1,43 @@
-"""Models of timm's: trained as timm's own with torch's optimizer, and what is refused."""
-
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+"""Models of timm's: in several processes, in the tools, and what is refused."""
 
 import pytest
 import timm
 import torch
-from timm.optim import param_groups_layer_decay
 from torch import nn
-from torch.nn import functional as F
-from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import load_pretrained
 from common.config.load import load_config
 from common.engine.amp import Cast, MixedPrecision
-from common.engine.amp_test import MODES
-from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
+from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, build_on_meta
 from common.model.flops import flops_per_image
-from common.optim.build import layers_above
-from common.testing.ranks import launched, run_ranks, slow
+from common.testing.parity_cases import CASES
+from common.testing.ranks import run_ranks, slow
 from common.testing.tiny_task import train
-from common.tools import evaluate, export, predict
-from common.training import build_training
+from common.tools import evaluate, export
 
 VIT = dict(image_size=32, depth=2, embed_dim=48, num_heads=2)
-MODELS = {
-    "convnext_atto": dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1)),
-    "resnet18": dict(timm="resnet18", image_size=32),
-    "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT),
-    "DINOv2": dict(
-        timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28}
-    ),
-}
-BEIT = dict(timm="beit_base_patch16_224", **VIT)
-WITHOUT_LAYERS = ("csatv2", "caformer_b36", "pit_b_224")
-CONFIG = dict(
-    LEARNING_RATE=1e-3,
-    WEIGHT_DECAY=0.1,
-    OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False),
-)
+RESNET = dict(timm="resnet18", image_size=32)
+CONVNEXT = dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1))
+DINO = dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28})
+BEIT = "beit_base_patch16_224"
 
 
-def batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, 3, size, size, generator=generator).double(), torch.arange(8) % 5)
-        for _ in range(3)
-    ]
+@pytest.mark.parametrize("mode", ["dp2", slow("zero 1"), slow("zero 3")])
+def test_several_processes_train_it_as_one(mode, data, tmp_path):
+    gpus, options = CASES[mode]
+    settings = f"MODEL={CONVNEXT}", "TOTAL_BATCH_SIZE=16", "MAX_STEPS=4", "LOG.every=1"
+    run_ranks(1, train, data, tmp_path / "one", *settings)
+    own = [f"{key}={value}" for key, value in options.items()]
+    run_ranks(gpus, train, data, tmp_path / "several", *settings, *own)
+    one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
+    for mine, other in zip(several, one, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def build_double(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = build_model(**MODELS[name], num_classes=5).double()
-    assert getattr(model, "grad_checkpointing", False) == (name == "DINOv2")
-    with torch.no_grad():
-        for parameter in model.parameters():  # LayerScale's, and heads that begin at 0
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    return model
-
-
-def train_here(name: str, **config: Any) -> tuple[list[float], list[float]]:
-    """Return the losses and gradient norms of three steps on this rank's share of the batches."""
-    losses, norms = [], []
-    with launched(**config):
-        engine = build_training(CONFIG, F.cross_entropy, model=build_double(name)).engine
-        rank, size = gpc.get_global_rank(), gpc.get_world_size(ParallelMode.DATA)
-        engine.train()
-        for images, labels in batches(MODELS[name]["image_size"]):
-            engine.zero_grad()
-            loss = F.cross_entropy(engine(x=images.chunk(size)[rank]), labels.chunk(size)[rank])
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            norms.append(engine.optimizer.grad_norm.item())
-    return losses, norms
-
-
-def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
-    """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see
-    a rank's images.
-    """
-    arguments = {
-        key: value for key, value in MODELS[name].items() if key != "activation_checkpoint"
-    }
-    size = arguments.pop("image_size")
-    arguments |= {"img_size": size} if "vit" in arguments["timm"] else {}
-    model = timm.create_model(arguments.pop("timm"), num_classes=5, **arguments).double()
-    model.load_state_dict(build_double(name).state_dict())
-    groups = param_groups_layer_decay(
-        model, 0.1, getattr(model, "no_weight_decay", tuple)(), layer_decay=0.7
-    )
-    optimizer = AdamW([{**group, "lr": 1e-3 * group["lr_scale"]} for group in groups])
-    losses, norms = [], []
-    for images, labels in batches(size):
-        optimizer.zero_grad()
-        parts = zip(images.chunk(ranks), labels.chunk(ranks), strict=True)
-        loss = sum(F.cross_entropy(model(part), wanted) for part, wanted in parts) / ranks
-        loss.backward()
-        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms
-
-
-@pytest.mark.parametrize(
-    ("ranks", "config", "tolerance"),
-    [
-        (1, {}, 1e-6),
-        *(slow(2, {"zero": zero}, 1e-6) for zero in (None, {"stage": 1}, {"stage": 3})),
-        *(slow(1, {"fp16": MODES[mode]}, 0.1) for mode in ("NAIVE bfloat16", "APEX O3 bfloat16")),
-    ],
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks, config, tolerance):
-    """In float64; the logits are float32."""
-    found, (losses, norms) = (
-        run_ranks(ranks, partial(train_here, name, **config)),
-        train_timm(name, ranks),
-    )
-    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(
-        losses, rel=tolerance
-    )
-    assert all(of_rank == pytest.approx(norms, rel=tolerance) for _, of_rank in found)
-
-
-@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", "beit_base_patch16_224"])
+@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", BEIT])
 def test_half_precision_takes_float32_and_tuples_between_layers(name):
     """Position encodings, layers with several outputs, and one that uses the weights of a layer in
     it.
@@ -138,24 +47,17 @@ def test_half_precision_takes_float32_and_tuples_between_layers(name):
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", *(slow(name) for name in (*MODELS, "BEiT") if name != "resnet18")]
-)
-def test_tools_take_it(name, data, tmp_path, capsys):
-    model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
-    output = train(data, tmp_path / "run", model, "EMA=0.5")
+@pytest.mark.parametrize("model", [RESNET, slow(DINO), slow(dict(timm=BEIT, **VIT))])
+def test_tools_take_it(model, data, tmp_path, capsys):
+    output = train(data, tmp_path / "run", f"MODEL={model}", "EMA=0.5")
     run = open_run(str(output))
     for target in export.FORMATS:
         assert export.export(run, target, tmp_path / target) < 1e-5
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
-    assert theirs.state_dict().keys() == run.load_weights().keys()
-    export.main([str(output), "--raw", "--to", "safetensors"])
     evaluate.main([str(output), "--raw"])
-    predict.main([str(output), str(next(data.rglob("*.png"))), "--raw"])
     shown = capsys.readouterr()
     assert "moving average" not in shown.out
-    assert f"MODEL.timm: {run.config['MODEL']['timm']}, images of " in shown.out
-    head = train(data, tmp_path / "head", model, f"INIT={output}", "FREEZE=body")
+    assert f"MODEL.timm: {model['timm']}, images of " in shown.out
+    head = train(data, tmp_path / "head", f"MODEL={model}", f"INIT={output}", "FREEZE=body")
     mine, before = open_run(str(head), raw=True).load_weights(), run.load_weights()
     changed = {key.rpartition(".")[0] for key in mine if not torch.equal(mine[key], before[key])}
     assert changed == set(build_on_meta(run.config["MODEL"]).head_names)
@@ -205,10 +107,6 @@ def test_synchronised_batch_norms_keep_their_activations():
             "^MODEL.depth: .* no such argument; it takes block, layers, ",
         ),
         (
-            ["MODEL.timm=inception_v3", "MODEL.image_size=20"],
-            "^MODEL.image_size=20: the model takes no such images",
-        ),
-        (
             ["MODEL.timm=test_vit", "MODEL.image_size=20"],
             "no such images .Input height .20. should be divisible by",
         ),
@@ -244,18 +142,3 @@ def test_refusals(settings, message):
 def test_what_a_model_of_timms_does_not_support_is_refused(settings, words, data, tmp_path):
     with pytest.raises(UserError, match=words):
         train(data, tmp_path, "MODEL=dict()", *settings, flags=["--dry-run", "--gpus", "2"])
-
-
-@pytest.mark.slow
-def test_every_family_is_planned():
-    """Its model with the shortest name; all but three say their layers, for layer decay."""
-    for module in timm.list_modules():
-        name = min(timm.list_models(module=module), key=len, default=None)
-        if name is None:
-            continue
-        model = load_config("quickstart", [f"MODEL=dict(timm={name!r}, num_classes=10)"])["MODEL"]
-        assert flops_per_image(model) > 0, name
-        body = build_on_meta(model, "body")
-        assert any(p.requires_grad for p in body.parameters()), name
-        with pytest.raises(UserError) if name in WITHOUT_LAYERS else nullcontext():
-            assert max(layers_above(body).values()) > 1, name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,18 +39,11 @@ from common.engine.groups import generator_states, set_generator_states
 from common.engine.lost_ranks import set_activity
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
-from common.errors import RankError, UserError
+from common.errors import UserError
 from common.launch.signals import stop_signals
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
-
-
-class Agreed(NamedTuple):
-    """What all ranks do after a step."""
-
-    stop: bool
-    save: bool
 
 
 class CheckpointHook(BaseHook):
@@ -103,7 +96,6 @@ class CheckpointHook(BaseHook):
             self.every_steps = every
         else:
             self.every_seconds = 60 * float(every.partition("min")[0])
-        self.buffers: dict[str, Tensors] = {}  # the CPU copies that the thread writes
         self.best = Best()
         self.stale = 0  # evaluations since the best
         self.saved: dict[str, int] = {}  # the trainer's state at the last save
@@ -128,19 +120,16 @@ class CheckpointHook(BaseHook):
         stop_signals.deferring = True
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.update_done:
-            return
-        agreed = self._agree(trainer.step)
-        trainer.stopping |= agreed.stop
-        if agreed.save:
+        if trainer.update_done and self._agree(trainer, trainer.step):
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping |= self._agree().stop
+        self._agree(trainer)
 
     def after_test(self, trainer: Trainer) -> None:
         config = self.about["config"]
         reached = rank_evaluation(trainer.states["eval"], config["BEST"])
+        self._finish_write()
         # rank 0 alone knows whether the best so far was written
         if reached and ask_first_rank(lambda: reached > self.best):
             self.stale = 0
@@ -161,8 +150,8 @@ class CheckpointHook(BaseHook):
         ask_first_rank(self.wait)
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
 
-    def _agree(self, step: int | None = None) -> Agreed:
-        """Decide, equally on all ranks, whether to stop, and whether to save after ``step``.
+    def _agree(self, trainer: Trainer, step: int | None = None) -> bool:
+        """Decide, equally on all ranks, whether to stop; return whether to save after ``step``.
 
         With several ranks the answer is one step old: the all-reduce started in the previous call.
         In an evaluation, without ``step``, it is of now: the run may do nothing after it.
@@ -178,9 +167,9 @@ class CheckpointHook(BaseHook):
             self.exchange = flags, work
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed = int(flags[0])
-        # `step % inf` is never 0. In an evaluation, without a step, nobody reads `save`.
-        is_due = bool(flags[1]) or (step or 1) % self.every_steps == 0
-        return Agreed(stop_signals.agreed != 0, is_due)
+        trainer.stopping |= stop_signals.agreed != 0
+        # `step % inf` is never 0. In an evaluation, without a step, nobody reads the result.
+        return bool(flags[1]) or (step or 1) % self.every_steps == 0
 
     def _finish_exchange(self) -> Tensor:
         """Return the flags that the ranks exchanged last; zeros before the first exchange."""
@@ -197,29 +186,24 @@ class CheckpointHook(BaseHook):
         ``best`` is the evaluation just done, if it is the best so far.
         """
         set_activity("saving a checkpoint")
-        try:
-            self.wait()
-        except UserError as error:  # The write before has failed.
-            warn(f"{error}; training continues")
+        self._finish_write()
         content: dict[str, Tensors | bytes] = {
-            **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
+            **full_state_dict(self.model, self.optimizer, self.averages)
         }
         states = gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved = trainer.state_dict()
         self.saved_at = time.monotonic()
         if gpc.get_global_rank() > 0:
             return
-        before = self.best
-        # The next evaluation compares with it at once. A failed write sets it back.
-        self.best = best or before
+        newest_best = best or self.best
         state = {
             "version": VERSION,
             "trainer": self.saved,
             "loader": trainer.train_dataloader.state_dict(),
             "optimizer": trainer.engine.optimizer.step_state(),
             "metrics": [rank_state["metrics"] for rank_state in states],
-            "best_top1": self.best.score,
-            "best_loss": -self.best.negative_loss,
+            "best_top1": newest_best.score,
+            "best_loss": -newest_best.negative_loss,
             "stale": self.stale,
             "ranks": self.ranks,
         }
@@ -234,30 +218,38 @@ class CheckpointHook(BaseHook):
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
         path = checkpoint_path(self.folder, self.saved["step"])
-        self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, before)
+        self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, best)
 
     def _write_checkpoint(
         self,
         trainer: Trainer,
         path: Path,
         content: dict[str, Tensors | bytes],
-        before: Best,
+        best: Best | None,
     ) -> None:
-        """Write ``content`` in the thread; ``before`` is the best evaluation without this one."""
+        """Write ``content`` in the thread; ``best`` as in `_save`."""
         try:
             write_checkpoint(path, content)
             trainer.states["checkpoint"] = path
-            if self.best > before:
+            if best:
                 mark_best(path)
+                # Only now: after a failed write, an equal evaluation is the best too.
+                self.best = best
             clear_old(path, self.keep)
         # safetensors raises its own error for an OSError
         except (OSError, SafetensorError) as error:
-            self.best = before
             reason = getattr(error, "strerror", None) or error
             newest = newest_checkpoint(self.folder) or "none"
             raise UserError(
                 f"{path} could not be written ({reason}); the newest checkpoint is {newest}"
             ) from error
+
+    def _finish_write(self) -> None:
+        """Wait for the last write; warn if it failed."""
+        try:
+            self.wait()
+        except UserError as error:
+            warn(f"{error}; training continues")
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""
@@ -268,11 +260,6 @@ class CheckpointHook(BaseHook):
 
     def _load(self, path: Path, trainer: Trainer) -> None:
         """Restore what the checkpoint ``path`` holds."""
-        if not path.exists():
-            raise RankError(
-                f"{path} is not there on this node: --output must be on a file system that all "
-                "nodes share"
-            )
         state = read_trainer_state(path)
         load_full_state_dict(path, self.model, self.optimizer, self.averages)
         trainer.load_state_dict(state["trainer"])

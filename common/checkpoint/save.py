@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,7 +51,6 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
     partial = path.with_name(f".{path.name}.partial")
     old = path.with_name(f".{path.name}.old")
     try:
-        put_back_old(path.parent)
         for left in (partial, old):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -95,8 +95,7 @@ def put_back_old(folder: Path) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the newest first, with any content."""
     # Steps have eight digits each, so that the order of names is that of steps.
-    markers = folder.glob(f"step-*/{MARKER}")
-    return sorted((marker.parent for marker in markers if marker.is_file()), reverse=True)
+    return sorted((marker.parent for marker in folder.glob(f"step-*/{MARKER}")), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -126,7 +125,6 @@ def mark_best(path: Path) -> None:
     folder = path.parent
     link = folder / BEST
     partial = folder / f".{BEST_FILE}.partial"
-    partial_link = folder / f".{BEST}.partial"
     # The file goes first: tools read it, on any file system.
     partial.write_text(f"{path.name}\n")
     sync(partial)
@@ -136,13 +134,10 @@ def mark_best(path: Path) -> None:
         kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
         link.rename(kept)
         warn(f"{link} is a folder in place of a link: it is now {kept}")
-    try:
-        partial_link.unlink(missing_ok=True)
-        # The link is relative: it holds when the run's folder is moved.
-        partial_link.symlink_to(path.name)
-        partial_link.replace(link)
-    except OSError:  # no links here: none is better than one to an earlier checkpoint
-        link.unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
+    # Without links here, none is better than one to an earlier checkpoint.
+    with suppress(OSError):
+        link.symlink_to(path.name)  # relative: it holds when the run's folder is moved
 
 
 def clear_old(newest: Path, keep: int) -> None:
@@ -156,7 +151,7 @@ def clear_old(newest: Path, keep: int) -> None:
     earlier = [path for path in list_checkpoints(folder) if path.name <= newest.name]
     old = [path for path in earlier[keep:] if path != best]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
-        # those of an interrupted `mark_best`, or a link to a checkpoint elsewhere
+        # best.txt's of an interrupted `mark_best`, or a link to a checkpoint elsewhere
         if path.is_symlink() or path.is_file():
             path.unlink()
             continue
@@ -169,13 +164,11 @@ def full_state_dict(
     model: nn.Module,
     optimizer: Optimizer,
     averages: Mapping[str, Tensor] | None,
-    buffers: dict[str, Tensors],
 ) -> dict[str, Tensors]:
     """Copy the parameters, their averages and the optimizer's state to the CPU, by their file.
 
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must
-    call it; only rank 0 copies. The next call with the same ``buffers`` overwrites the copies,
-    instead of allocating and pinning memory.
+    call it; only rank 0 copies.
     """
     files = {
         MODEL: full_model_state(model),
@@ -187,15 +180,15 @@ def full_state_dict(
             (name, gather_full(shard, averages.get(name)))
             for name, shard in local_state(model).items()
         )
-    copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
+    copies = {file: _copy(tensors) for file, tensors in files.items()}
     # Copies to pinned memory return at once. Training changes the tensors after this returns.
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return copies
 
 
-def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
-    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered.
+def _copy(tensors: Iterable[tuple[str, Tensor | None]]) -> Tensors:
+    """Copy the tensors on rank 0, each before the next one is gathered.
 
     The other ranks only take part in gathering them.
     """
@@ -203,11 +196,9 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
     copies = {}
     for name, tensor in tensors:
         if tensor is not None and is_first:
-            if name not in buffers:
-                buffers[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
-            copies[name] = buffers[name].copy_(tensor.detach(), non_blocking=True)
+            # PyTorch keeps pinned memory: the next checkpoint's copies get that of the last.
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
     return copies
 
 

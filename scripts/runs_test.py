@@ -55,7 +55,7 @@ def test_a_finished_run_is_left_as_it_is(train, trained):
     said = "this run is finished.*nothing was trained.*--set NUM_EPOCHS=N .now 2.*--output DIR"
     assert re.search(said, ended.words)
     for setting, line in {
-        "LEARNING_RATE=5": " .was 0.01.: .* is finished; .*--resume .*--allow-change LEARNING_RATE",
+        "LEARNING_RATE=5": " .was 0.01.: .* the earlier values; .*--allow-change LEARNING_RATE",
         "MODEL.depth=7": ".* cannot be resumed with other values; .* .--init takes",
     }.items():
         ended = train("--set", setting, code=2)
@@ -70,6 +70,7 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         "--set MODEL.num_classes=2": "MODEL.num_classes=2: the data set has labels 0 to 2; ",
         "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
         "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
+        "--class-order timm": "--class-order timm: only --init's weights have classes to name",
         "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",
         "--set FREEZE=body": "FREEZE='body' without INIT starts from random weights: add --init",
         "--set OPTIMIZER.layer_decay=0.9": "OPTIMIZER.layer_decay=0.9 without INIT starts from ",

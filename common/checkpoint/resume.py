@@ -204,7 +204,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
 
 
 def check_changes(
-    path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int
+    path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str]
 ) -> None:
     """Raise `UserError` where ``config`` trains differently from the run of checkpoint ``path``.
 
@@ -233,12 +233,10 @@ def check_changes(
     refused = {key: pair for key, pair in changed.items() if not _is_under(key, accepted)}
     if refused:
         allow = " ".join(f"--allow-change {key}" for key in refused)
-        is_finished = finished_step(path, last_step, config["PATIENCE"]) is not None
-        state = "is finished" if is_finished else "would train differently"
         raise UserError(
-            f"{show_changes(refused)}: the run in {output} {state}; keep the earlier values, start "
-            f"another run with --output DIR, branch off with --resume {path} --output DIR, or add "
-            f"{allow}"
+            f"{show_changes(refused)}: the run in {output} has trained with the earlier values; "
+            "keep them, start another run with --output DIR, branch off with "
+            f"--resume {path} --output DIR, or add {allow}"
         )
 
 

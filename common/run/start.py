@@ -195,7 +195,7 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
             _refuse_finished_record(output)
         return StartPoint()
     check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
-    check_changes(path, config, output, args.allow_change, plan.last_step)
+    check_changes(path, config, output, args.allow_change)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
     is_branch = not path.is_relative_to(output)
     patience = config["PATIENCE"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.config.model_keys import pretrained_config
 from common.errors import UserError
+from common.model.build import describe_model, resolve_preprocessing
 
 # Where a file keeps the parameters. The averages go before the weights, as in timm.
 AVERAGES = ("state_dict_ema", "model_ema")
@@ -76,24 +76,3 @@ def describe_arguments(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         arguments["global_pool"] = args["gp"]
     preprocessing = resolve_preprocessing(name, args)
     return describe_model(name, arguments, preprocessing), preprocessing
-
-
-def describe_model(
-    timm: str, arguments: Mapping[str, Any], preprocessing: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return MODEL, but for the number of classes, of what timm builds with ``arguments``."""
-    sizes = preprocessing.get("input_size", pretrained_config(timm).input_size)
-    own = {
-        key: value
-        for key, value in arguments.items()
-        if key not in ("img_size", "in_chans", "num_classes")
-    }
-    return {"timm": timm, "image_size": arguments.get("img_size") or sizes[-1], **own}
-
-
-def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how timm's train.py with ``args`` prepares the images of the model ``timm``."""
-    from timm.data import resolve_data_config
-
-    about = pretrained_config(timm).to_dict()
-    return resolve_data_config(args, about) | {"classifier": about["classifier"]}

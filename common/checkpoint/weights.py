@@ -18,19 +18,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
-from common.checkpoint.foreign_weights import (
-    describe_arguments,
-    describe_model,
-    read_torch_file,
-    resolve_preprocessing,
-    unwrap_weights,
-)
+from common.checkpoint.foreign_weights import describe_arguments, read_torch_file, unwrap_weights
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.load import REQUIRED, parse_settings, restore_config
 from common.config.model_keys import data_of, pretrained_config
 from common.errors import UserError
 from common.files import read_bytes
-from common.model.build import build_model, build_on_meta
+from common.model.build import (
+    build_model,
+    build_on_meta,
+    describe_model,
+    resolve_preprocessing,
+)
 from common.model.classes import match_head, name_classes
 from common.model.fit import check_weights, convert_weights, fit_weights
 from common.model.timm_model import plain_heads
@@ -136,14 +135,11 @@ def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
         return OpenedWeights(weights, *describe_arguments(saved), "; ".join(notes))
     # older files have timm's pretrained_cfg at the top
     preprocessing = {**about, **about.get("pretrained_cfg", {})}
-    # export.py writes "none" for a model that timm does not have.
-    if about["architecture"] == "none":
-        return OpenedWeights(weights, about["model_args"], preprocessing)
-    return OpenedWeights(
-        weights,
-        describe_model(about["architecture"], about.get("model_args", {}), preprocessing),
-        preprocessing,
-    )
+    model = about.get("model_args", {})
+    # export.py writes "none" for a model that timm does not have. Its arguments are MODEL's.
+    if about["architecture"] != "none":
+        model = describe_model(about["architecture"], model, preprocessing)
+    return OpenedWeights(weights, model, preprocessing)
 
 
 def _read_description(file: Path) -> Mapping[str, Any]:
@@ -260,6 +256,8 @@ def _configure(
     values = REQUIRED | {"MICRO_BATCH_SIZE": BATCH, "MODEL": model, "DATA": data}
     config = restore_config(values, settings, where=source)
     if config["MODEL"]["image_size"] == model["image_size"] != trained:
-        size = f"images of {model['image_size']} pixels"
-        notes.append(f"{size}, timm's test_input_size, not {trained} as trained")
+        notes.append(
+            f"images of {model['image_size']} pixels, timm's test_input_size, not {trained} as "
+            "trained"
+        )
     return config, notes

@@ -1,5 +1,6 @@
 """The model of a config, and what timm calls it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,14 +11,7 @@ from common.config.model_keys import NOT_IN_TIMM, Model, TimmModel, pretrained_c
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
-ANY_PLAIN_VIT = "vit_base_patch16_224"  # for any shape: the arguments override all of its own
-TIMM_SIZES = {
-    (192, 12, 3): "tiny",
-    (384, 12, 6): "small",
-    (768, 12, 12): "base",
-    (1024, 24, 16): "large",
-    (1280, 32, 16): "huge",
-}
+PLAIN_VIT = "vit_base_patch16_224"  # for any shape: the arguments override all of its own
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -103,8 +97,7 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
 def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
     """Return name and arguments with which `timm.create_model` builds MODEL; "none" if it cannot.
 
-    A plain ViT is named by its width, depth, heads, patches and images if timm has it, as
-    "vit_base_patch16_224".
+    Every plain ViT is a `PLAIN_VIT` of other shapes.
     """
     if timm:
         options = {
@@ -116,15 +109,31 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     a = parse(Model, arguments)
     if not NOT_IN_TIMM.items().isdisjoint(a):
         return "none", arguments
-    from timm import is_model  # timm takes a second to import
-
-    size = TIMM_SIZES.get((a.width, a.depth, a.heads))
-    has_scale = a.init_values is not None
-    family = "deit3" if has_scale else "vit"
-    name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
     shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
         del shapes[rate]  # Only training uses it.
-    # With LayerScale the name is a deit3's, whose class token has no position embedding.
-    is_named = has_scale == a.no_embed_class and is_model(name)
-    return name if is_named else ANY_PLAIN_VIT, shapes
+    return PLAIN_VIT, shapes
+
+
+def describe_model(
+    timm: str, arguments: Mapping[str, Any], preprocessing: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return MODEL, but for the number of classes, of what timm builds with ``arguments``.
+
+    The inverse of `timm_architecture`. ``preprocessing`` is timm's pretrained_cfg.
+    """
+    sizes = preprocessing.get("input_size", pretrained_config(timm).input_size)
+    own = {
+        key: value
+        for key, value in arguments.items()
+        if key not in ("img_size", "in_chans", "num_classes")
+    }
+    return {"timm": timm, "image_size": arguments.get("img_size") or sizes[-1], **own}
+
+
+def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how timm's train.py with ``args`` prepares the images of the model ``timm``."""
+    from timm.data import resolve_data_config
+
+    about = pretrained_config(timm).to_dict()
+    return resolve_data_config(args, about) | {"classifier": about["classifier"]}

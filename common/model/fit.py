@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.engine.tensor_parallel.sharding import full_shape, local_state, persistent_buffers
 from common.errors import UserError
-from common.model.vit import VisionTransformer
+from common.model.vit import VisionTransformer, resample_positions
 
 # What only the pre-training of MAE uses.
 PRETRAINING = ("decoder_", "mask_token")
@@ -154,9 +154,7 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str:
         return "fixed positions in place of its"
     if old == new:
         return ""
-    from timm.layers import resample_abs_pos_embed  # timm takes a second to import
-
-    weights["pos_embed"] = resample_abs_pos_embed(saved, [new, new], [old, old], prefix)
+    weights["pos_embed"] = resample_positions(saved, new**2, prefix)
     return f"position embedding resampled to {new} x {new} patches from {old} x {old}"
 
 

@@ -42,7 +42,7 @@ from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
 
-AT_EACH_END = 5  # classes that the terminal shows of the lowest and of the highest top-1
+SHOWN_CLASSES = 10  # those of the lowest top-1, in the terminal
 NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN = 2000  # most classes of which there is a picture
 RESAMPLES = 1000  # of the bootstrap
@@ -248,7 +248,8 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
-    print_extremes(rows)
+    lowest = sorted(rows, key=lambda row: (row["top1"], row["class"]))[:SHOWN_CLASSES]
+    print(f"the {len(lowest)} of {len(rows)} classes with the lowest top-1\n{format_table(lowest)}")
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
@@ -365,17 +366,6 @@ def _most_frequent_mistakes(names: Sequence[str], wrong: np.ndarray) -> dict[int
         label, answer = pairs[:, index]
         mistakes.setdefault(int(label), f"{named[answer]} ({counts[index]})")
     return mistakes
-
-
-def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the classes by top-1, the lowest first; of many only the first and the last."""
-    ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
-    if len(ordered) <= 2 * AT_EACH_END:
-        print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
-        return
-    print(f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1")
-    print(f"{format_table(ordered[:AT_EACH_END])}\n")
-    print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}")
 
 
 def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> None:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -224,12 +225,6 @@ def _best_top1(run: RecordedRun) -> str:
     return f"{best['top1']:.2%} at step {best['step']:,}{by}"
 
 
-def _wall_time(run: RecordedRun) -> str:
-    minutes, seconds = divmod(round(run.seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
-
-
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     "Top-1, last evaluation": lambda run: [
         ABSENT,
@@ -237,7 +232,7 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     ][-1],
     "Top-1, best evaluation": _best_top1,
     "Steps": lambda run: run.steps,
-    "Wall time": _wall_time,
+    "Wall time": lambda run: str(timedelta(seconds=round(run.seconds))),
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: (
         name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT

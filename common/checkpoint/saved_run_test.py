@@ -5,60 +5,39 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.content import CONFIG
+from common.checkpoint.save import checkpoint_path, mark_best, write_checkpoint
 from common.checkpoint.saved_run import open_run
-from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
-from common.testing.tiny_task import NAMES, train
+from common.testing.checkpoints import build_content
 
 
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory) -> Path:
-    return train(
-        data,
-        tmp_path_factory.mktemp("task") / "run",
-        "fp16.mode=AMP_TYPE.TORCH",
-        "MODEL.num_classes=8",
-    )
+def write_run(run: Path, *steps: int) -> list[Path]:
+    paths = [checkpoint_path(run / "checkpoints", step) for step in steps]
+    for path in paths:
+        write_checkpoint(path, build_content())
+    shutil.copy(paths[0] / CONFIG, run)
+    return paths
 
 
-@pytest.fixture
-def run(trained, tmp_path) -> Path:
-    return shutil.copytree(trained, tmp_path / "run", symlinks=True)
-
-
-def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
-    checkpoints = run / "checkpoints"
-    for name in ("best", "best.txt"):
-        (checkpoints / name).unlink()
-    shutil.copytree(checkpoints / "step-00000010", checkpoints / "step-00000004")
-    (checkpoints / "step-00000011").mkdir()  # not complete
-    assert open_run(str(run)).checkpoint == checkpoints / "step-00000010"
-    (checkpoints / "best").symlink_to("step-00000004")
-    (checkpoints / "best.txt").write_text("step-00000004")
-    for name in (run, checkpoints / "best", checkpoints / "step-00000004"):
+def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(tmp_path):
+    run = tmp_path / "run"
+    first, newest = write_run(run, 4, 10)
+    (run / "checkpoints" / "step-00000011").mkdir()  # not complete
+    assert open_run(str(run)).checkpoint == newest
+    mark_best(first)
+    for name in (run, run / "checkpoints" / "best", first):
         opened = open_run(str(name))
-        assert (opened.checkpoint, opened.folder) == (checkpoints / "step-00000004", run)
-    copied = shutil.copytree(checkpoints / "best", run.parent / "elsewhere" / "step")
+        assert (opened.checkpoint, opened.folder) == (first, run)
+    copied = shutil.copytree(first, tmp_path / "elsewhere" / "step")
     assert open_run(str(copied)).folder == copied.parent
 
 
-def test_the_config_comes_back_as_it_was(trained):
-    opened = open_run(str(trained), ["MICRO_BATCH_SIZE=5", "DATA.eval_crop=1.0"])
-    assert opened.config["fp16"] == {"mode": AMP_TYPE.TORCH}
-    assert opened.config["DATA"]["crop_scale"] == (0.08, 1.0)
-    assert (opened.batch, opened.config["DATA"]["eval_crop"]) == (5, 1.0)
-    assert open_run(str(trained)).batch == 14
-    assert opened.class_names == [*NAMES, "7"]
-
-
-def test_anything_else_is_refused(run):
-    for file, words in (
-        ("checkpoints/step-00000010/COMPLETE", "no complete checkpoint in"),
-        (
-            "config.json",
-            r"neither a run \(it has no config.json\) nor a checkpoint \(no COMPLETE\)",
-        ),
-    ):
-        (run / file).unlink()
-        with pytest.raises(UserError, match=words):
-            open_run(str(run))
+def test_anything_else_is_refused(tmp_path):
+    (path,) = write_run(tmp_path, 4)
+    (path / "COMPLETE").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint in"):
+        open_run(str(tmp_path))
+    (tmp_path / CONFIG).unlink()
+    with pytest.raises(UserError, match="neither a run .* nor a checkpoint .no COMPLETE"):
+        open_run(str(tmp_path))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import nn
 
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
@@ -18,10 +17,10 @@ from common.checkpoint.weights import load_pretrained, open_source
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, timm_arguments
-from common.model.fit import infer_model
+from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train
-from common.tools import evaluate, export
+from common.tools import export
 
 OTHER = MODEL | {"num_classes": 7}
 
@@ -41,38 +40,36 @@ def saved(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("size", [16, 32, 56])
-@pytest.mark.parametrize("pool", ["cls", "avg"])
-@pytest.mark.parametrize("position", ["learned", "sincos2d"])
 @pytest.mark.parametrize(
-    "parts", [{}, {"reg_tokens": 4}, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1}]
+    "parts",
+    [
+        {},
+        {"pool": "avg"},
+        {"position": "sincos2d"},
+        {"pool": "avg", "position": "sincos2d", "reg_tokens": 4},
+        {"reg_tokens": 4},
+        {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1},
+    ],
 )
-def test_other_classes_and_another_size_are_timms(pool, position, size, parts, tmp_path):
-    arguments = OTHER | {"pool": pool, "position": position, "image_size": 32, **parts}
-    theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
+def test_other_classes_and_another_size_are_timms(parts, size, tmp_path):
+    arguments = OTHER | {"image_size": 32, **parts}
     source = build_model(**arguments | {"num_classes": 9})
-    theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
-    wrap, prefix = (torch.compile, "_orig_mod.") if parts else (nn.DataParallel, "module.")
-    saved = {"model" if parts else "state_dict": wrap(theirs).state_dict()}
-    torch.save(saved, tmp_path / "timm.pth")
+    torch.save({"model": torch.compile(source).state_dict()}, tmp_path / "timm.pth")
     ours = build_model(**arguments | {"image_size": size})
-    own_head, own_position = ours.head.weight.clone(), ours.pos_embed.clone()
+    own = {name: p.clone() for name, p in ours.named_parameters()}
     done = load_pretrained(ours, str(tmp_path / "timm.pth"))
-    assert torch.equal(ours.head.weight, own_head)
     reference = VisionTransformer(**timm_arguments(**arguments | {"image_size": size})).eval()
-    heads = {f"head.{name}": p for name, p in ours.head.state_dict().items()}
-    reference.load_state_dict(checkpoint_filter_fn(theirs.state_dict(), reference) | heads)
-    if position == "sincos2d":  # timm knows of no fixed table, and would resample it
-        assert torch.equal(ours.pos_embed, own_position)
-        reference.pos_embed.data.copy_(own_position)
+    kept = ["head.weight", "head.bias"]
+    if "position" in parts:  # timm knows of no fixed table, and would resample it
+        kept.append("pos_embed")
+    expected = checkpoint_filter_fn(source.state_dict(), reference)
+    reference.load_state_dict(expected | {name: own[name] for name in kept})
     images = torch.randn(3, 3, size, size)
     torch.testing.assert_close(ours.eval()(images), reference(images))
-    expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" * (
-        size != 32
-    )
-    expected = "; fixed positions in place of its" if position == "sincos2d" else expected
-    heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"
-    start = f"starting from the weights of {tmp_path}/timm.pth (names without {prefix})"
-    assert done == f"{start}; {heads}{expected}"
+    assert "(names without _orig_mod.); MODEL.heads=2, which the weights do not tell; " in done
+    assert "; a new head of 7 classes, not its 9" in done
+    is_resampled = size != 32 and "position" not in parts
+    assert (f"resampled to {size // 8} x {size // 8} patches from 4 x 4" in done) == is_resampled
 
 
 # weights; the data set's classes; the option; their rows of the head, "-" for a new one; and what
@@ -99,89 +96,37 @@ def test_a_head_is_kept_for_classes_of_its_names(request, case):
     assert torch.equal(model.head.weight, expected)
 
 
-def test_an_order_is_refused_where_it_has_no_effect(trained, data, tmp_path):
-    flags = ["--class-order", "timm", "--dry-run"]
-    with pytest.raises(UserError, match="timm: only --init's weights have classes to name"):
-        train(data, tmp_path / "run", flags=flags)
-    with pytest.raises(UserError, match="--class-order timm: the model names its classes"):
-        train(data, tmp_path / "run", f"INIT={trained}", flags=flags)
-
-
-def test_hidden_channels_survive_the_rounding_of_their_ratio():
-    arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176, "reg_tokens": 8}
-    weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239
-    assert int(176 * infer_model(weights)["mlp_ratio"]) == 240
-
-
-def test_of_a_convolutional_stem_positions_are_resampled_and_heads_compared(tmp_path):
-    arguments = OTHER | {"stem": "conv"}
-    save_file(build_model(**arguments).state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"config": {"MODEL": {"heads": 2}}}')
-    assert "resampled to 4 x 4" in load_pretrained(
-        build_model(**arguments | {"image_size": 32}), str(tmp_path)
-    )
-    with pytest.raises(UserError, match="--set MODEL.heads=2 fits"):
-        load_pretrained(build_model(**arguments | {"heads": 4}), str(tmp_path))
-
-
 def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(
     trained, tmp_path
 ):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
-    shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
+    alone = shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "a.safetensors")
     checkpoint = newest_checkpoint(trained / "checkpoints")
-    expected = load_file(checkpoint / "ema.safetensors")
-    assert open_run(str(trained), raw=True).weights == "model.safetensors"
-    files = (checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors")
-    for source in (trained, checkpoint, *files):
+    average = checkpoint / "ema.safetensors"
+    expected = load_file(average)
+    for source in (trained, checkpoint, average, tmp_path / "timm", alone):
         model = build_model(**OTHER)
-        chosen = (
-            f" (the best; moving average of the weights: {checkpoint.name})"
-            if source == trained
-            else ""
-        )
-        assert (
-            load_pretrained(model, str(source)) == f"starting from the weights of {source}{chosen}"
-        )
+        done = f"starting from the weights of {source}"
+        if source == trained:
+            done += f" (the best; moving average of the weights: {checkpoint.name})"
+        assert load_pretrained(model, str(source)) == done
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
         with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
             load_pretrained(build_model(**OTHER | {"heads": 4}), str(source))
+    assert open_run(str(trained), raw=True).weights == "model.safetensors"
 
 
-@pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
-def test_every_mode_starts_from_the_same(trained, data, gpus, mode, tmp_path):
+@pytest.mark.parametrize("mode", ["dp2", "1d-2", "2d-4"])
+def test_every_mode_starts_from_the_same(trained, data, mode, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
-    parallel = [f"TENSOR_PARALLEL_SIZE={gpus}", f"TENSOR_PARALLEL_MODE={mode}"] if mode else []
-    settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
+    gpus, options = CASES[mode]
+    settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1"]
+    settings += [f"{key}={value}" for key, value in options.items()]
     run_ranks(gpus, train, data, tmp_path / "run", *settings)
-    found, expected = read_metrics(tmp_path / "run")[-1], read_metrics(trained)[-1]
+    found, expected = (read_metrics(run)[-1] for run in (tmp_path / "run", trained))
     assert found["top1"] == expected["top1"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    evaluate.main([str(tmp_path / "run")])  # in one process
-
-
-def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
-    settings = ("EMA=0.9", "MODEL.dropout=0.1")
-    train(data, tmp_path / "run", f"INIT={trained}", "FREEZE=body", *settings)
-    source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")
-    last = newest_checkpoint(tmp_path / "run" / "checkpoints")
-    for file in ("model.safetensors", "ema.safetensors"):
-        changed = {
-            name
-            for name, tensor in load_file(last / file).items()
-            if not torch.equal(tensor, source[name])
-        }
-        assert changed == {"head.weight", "head.bias"}
-    moments = {
-        f"{key}/head.{name}"
-        for key in ("step", "exp_avg", "exp_avg_sq")
-        for name in ("weight", "bias")
-    }
-    assert load_file(last / "optimizer.safetensors").keys() == moments
-    train(data, tmp_path / "tuned", *settings, "NUM_EPOCHS=3", flags=["--resume", str(last)])
-    tuned = load_file(newest_checkpoint(tmp_path / "tuned" / "checkpoints") / "model.safetensors")
-    assert not any(torch.equal(tensor, source[name]) for name, tensor in tuned.items())
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def test_averages_are_those_of_the_formula(decay, warmup):
             parameter.detach().add_(torch.randn_like(parameter))
         model(torch.randn(8, 5))
         norm = torch.tensor(torch.inf if step == SKIPPED else 1.0)
-        trainer: Any = SimpleNamespace(step=step, update_done=True)
-        trainer.engine = SimpleNamespace(optimizer=SimpleNamespace(grad_norm=norm))
+        engine = SimpleNamespace(optimizer=SimpleNamespace(grad_norm=norm))
+        trainer: Any = SimpleNamespace(step=step, update_done=True, engine=engine)
         hook.after_train_iter(trainer)
         if step == SKIPPED:
             continue

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
 from common.checkpoint.saved_run import open_run
@@ -53,10 +54,8 @@ def test_tools_take_it(model, data, tmp_path, capsys):
     run = open_run(str(output))
     for target in export.FORMATS:
         assert export.export(run, target, tmp_path / target) < 1e-5
-    evaluate.main([str(output), "--raw"])
-    shown = capsys.readouterr()
-    assert "moving average" not in shown.out
-    assert f"MODEL.timm: {model['timm']}, images of " in shown.out
+    evaluate.main([str(output)])
+    assert f"MODEL.timm: {model['timm']}, images of " in capsys.readouterr().out
     head = train(data, tmp_path / "head", f"MODEL={model}", f"INIT={output}", "FREEZE=body")
     mine, before = open_run(str(head), raw=True).load_weights(), run.load_weights()
     changed = {key.rpartition(".")[0] for key in mine if not torch.equal(mine[key], before[key])}
@@ -71,22 +70,19 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path):
     model = build_model(timm="test_vit", image_size=32, num_classes=3)
     done = load_pretrained(model, str(tmp_path / "weights.pt"))
     assert done.endswith("; a new head of 3 classes, not its 7")
-    overlay = {"file": str(tmp_path / "weights.pt"), "num_classes": 7}
-    expected = timm.create_model(
-        "test_vit", img_size=32, num_classes=3, pretrained=True, pretrained_cfg_overlay=overlay
-    )
-    for name, value in expected.state_dict().items():
+    expected = checkpoint_filter_fn(theirs.state_dict(), timm.create_model("test_vit", img_size=32))
+    for name, value in expected.items():
         assert name.startswith("head.") or torch.equal(model.state_dict()[name], value), name
 
 
 def test_synchronised_batch_norms_keep_their_activations():
-    images, logits = torch.randn(2, 3, 64, 64), []
-    for sync_bn in (False, True):
-        torch.manual_seed(0)
-        model = build_model(timm="test_efficientnet", image_size=64, sync_bn=sync_bn).eval()
-        assert any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()) == sync_bn
-        logits.append(model(images))
-    torch.testing.assert_close(*logits)
+    arguments = dict(timm="test_efficientnet", image_size=64)
+    plain = build_model(**arguments).eval()
+    synchronised = build_model(**arguments, sync_bn=True).eval()
+    assert any(isinstance(layer, nn.SyncBatchNorm) for layer in synchronised.modules())
+    synchronised.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(synchronised(images), plain(images))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +96,6 @@ def test_synchronised_batch_norms_keep_their_activations():
         (
             ["MODEL.timm=resnet18", "MODEL.drop_rat=1"],
             "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
-        ),
-        (["MODEL.timm=resnet18", "MODEL.in_chans=1"], "^MODEL.in_chans: .* no such argument"),
-        (
-            ["MODEL.timm=resnet18", "MODEL.depth=5"],
-            "^MODEL.depth: .* no such argument; it takes block, layers, ",
         ),
         (
             ["MODEL.timm=test_vit", "MODEL.image_size=20"],

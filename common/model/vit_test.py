@@ -3,20 +3,13 @@
 import math
 
 import pytest
-import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 from torch.nn import functional as F
 
-from common.model.build import (
-    build_model,
-    timm_architecture,
-    timm_arguments,
-)
-from common.model.fit import infer_model
+from common.model.build import build_model, timm_arguments
 from common.model.vit import MASK_LEVELS, Dropout, DropPath, attend
-from common.testing.ranks import slow
 
 VIT_LITE = {
     "image_size": 32,
@@ -62,7 +55,6 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
 @pytest.mark.parametrize(
     "options",
     [
-        slow({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}),
         VIT_LITE,
         *(
             {"pool": pool, "position": position}
@@ -102,11 +94,9 @@ def test_options_equal_timm(options):
         assert (value - reference[name]).abs().max() <= 1e-12, name
 
 
-@pytest.mark.parametrize(
-    "options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}]
-)
-def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
-    model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
+def test_bfloat16_autocast_makes_the_residual_stream_bfloat16():
+    model = build_model(**TINY, reg_tokens=1, init_values=0.3, drop_path=0.2)
+    images = torch.randn(2, 3, 16, 16)
     seen = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
@@ -117,10 +107,6 @@ def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
     q, k, v = torch.randn(3, 2, 3, 17, 8).bfloat16()
     fused = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(attend(q.requires_grad_(), k, v), fused, rtol=0, atol=0.02)
-    seen.clear()
-    with torch.autocast("cpu", torch.float16):
-        model(images)
-    assert {x.dtype for x in seen} == {torch.float32}
 
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 1 / 3, 0.97, 0.99998])
@@ -178,7 +164,6 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     x = F.layer_norm(x, (24,), model.norm.weight, model.norm.bias, eps=1e-6)
     x = torch.matmul(F.softmax(model.attention_pool(x), dim=1).transpose(-1, -2), x).squeeze(-2)
     torch.testing.assert_close(model(images), model.head(x), rtol=1e-12, atol=1e-12)
-    assert timm_architecture(**TINY, pool="seq")[0] == "none"
 
 
 def test_initialization_is_distributed_as_timms():
@@ -196,28 +181,11 @@ def test_initialization_is_distributed_as_timms():
 
 
 def test_sincos2d_is_the_papers_formula():
-    model = build_model(
-        image_size=24, patch_size=4, width=32, heads=2, depth=1, position="sincos2d"
-    )
-    table = model.pos_embed[0]
-    assert not model.pos_embed.requires_grad
-    assert torch.equal(table[0], torch.zeros(32))  # the class token
-    for row, column, i in [(0, 0, 0), (2, 5, 3), (5, 1, 7), (4, 4, 1)]:
-        frequency = 1 / 10_000 ** (i / 7)
-        x, y = column * frequency, row * frequency
-        entry = table[1 + row * 6 + column, i::8].tolist()
-        assert entry == pytest.approx(
-            [math.sin(x), math.cos(x), math.sin(y), math.cos(y)], abs=1e-5
-        )
-
-
-@pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "vit_large_patch16_384", "deit3_huge_patch14_224"]
-)
-def test_timm_name_creates_the_same_shapes(name):
-    with torch.device("meta"):
-        theirs = timm.create_model(name)
-    shape = infer_model(theirs.state_dict())
-    shape |= {"heads": theirs.blocks[0].attn.num_heads, "image_size": int(name[-3:])}
-    assert timm_architecture(**shape)[0] == name
-    assert timm_architecture(**shape | {"patch_size": 8})[0] == "vit_base_patch16_224"
+    positions = build_model(**TINY, position="sincos2d").pos_embed
+    assert not positions.requires_grad
+    assert not positions[0, 0].any()  # the class token
+    table = positions[0, 1:].unflatten(0, (4, 4))  # [4 rows, 4 columns, 24 channels]
+    for row, column, i in [(0, 0, 0), (1, 3, 3), (2, 1, 5), (3, 3, 1)]:
+        x, y = (position / 10_000 ** (i / 5) for position in (column, row))
+        expected = [math.sin(x), math.cos(x), math.sin(y), math.cos(y)]
+        assert table[row, column, i::6].tolist() == pytest.approx(expected, abs=1e-5)

@@ -11,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file
 from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -40,8 +41,8 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:
             about = json.loads(file.metadata()["config"])
-            model = VisionTransformer(num_classes=about["num_classes"], **about["model_args"])
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        model = VisionTransformer(num_classes=about["num_classes"], **about["model_args"])
+        model.load_state_dict(load_file(folder / "model.safetensors"))
     with torch.no_grad():
         return model.eval()(images).numpy()
 
@@ -71,8 +72,7 @@ def test_an_export_gives_timms_logits(run, target, tmp_path, capsys):
         metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
         expected = {"class_names": list(NAMES), "preprocessing": about["pretrained_cfg"]}
         assert metadata == expected
-        opset = model.opset_import[0].version
-        assert capsys.readouterr().out.endswith(f"export/step-00000010/onnx (opset {opset})\n")
+        assert f"(opset {model.opset_import[0].version})\n" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open files

@@ -60,6 +60,7 @@ Tensors = dict[str, Tensor]
 class ExtensibleRecord(BaseModel):
     """An object that may have more fields than these: other versions write others."""
 
+    # Strict: "1" or 1.0 is no count.
     model_config = ConfigDict(extra="allow", strict=True)
 
 
@@ -234,6 +235,7 @@ def _check_sums(path: Path) -> None:
     # The format is sha256sum's: two spaces, and a name without a folder.
     listed = re.findall(r"^([0-9a-f]{64})  ([\w.]+)$", read_text(path / MARKER), re.MULTILINE)
     sums = {name: digest for digest, name in listed}
+    # A marker that lists nothing would vouch for any content.
     if not set(FILES) <= sums.keys():
         raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)}, each with its SHA-256")
     for name, digest in sums.items():

@@ -71,6 +71,7 @@ def describe_arguments(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     if isinstance(args.get("input_size"), int):  # DeiT's
         args = args | {"img_size": args["input_size"], "input_size": None}
+    # Keywords of --model-kwargs reach timm as they are.
     arguments = dict(args.get("model_kwargs") or {})
     if args.get("gp"):
         arguments["global_pool"] = args["gp"]

@@ -95,11 +95,14 @@ class CheckpointHook(BaseHook):
         if isinstance(every, int):
             self.every_steps = every
         else:
+            # "10 min": the schema has checked the text.
             self.every_seconds = 60 * float(every.partition("min")[0])
         self.best = Best()
         self.stale = 0  # evaluations since the best
         self.saved: dict[str, int] = {}  # the trainer's state at the last save
+        # The wall clock may be set back, which would delay the next save.
         self.saved_at = time.monotonic()
+        # One thread: checkpoints are written in the order of their steps.
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self.writing: Future[None] | None = None
         # the all-reduce of flags that began after the last step
@@ -143,6 +146,7 @@ class CheckpointHook(BaseHook):
 
     def after_train(self, trainer: Trainer) -> None:
         self._finish_exchange()
+        # The last step, or a run that was resumed at its end, may be saved already.
         if trainer.step and self.saved != trainer.state_dict():
             self._save(trainer)
         set_activity("writing the last checkpoint")
@@ -157,6 +161,7 @@ class CheckpointHook(BaseHook):
         In an evaluation, without ``step``, it is of now: the run may do nothing after it.
         """
         is_due = time.monotonic() - self.saved_at >= self.every_seconds
+        # [2]: the number of a signal, or 0, and whether a save is due; combined by MAX.
         flags = torch.tensor([stop_signals.received, is_due])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
             agreed = self._finish_exchange()
@@ -164,6 +169,7 @@ class CheckpointHook(BaseHook):
                 flags[1] = 0
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
+            # The tensor has to live until `wait`: gloo writes into it meanwhile.
             self.exchange = flags, work
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed = int(flags[0])
@@ -190,9 +196,11 @@ class CheckpointHook(BaseHook):
         content: dict[str, Tensors | bytes] = {
             **full_state_dict(self.model, self.optimizer, self.averages)
         }
+        # Each rank draws its own masks and has its own running loss.
         states = gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved = trainer.state_dict()
         self.saved_at = time.monotonic()
+        # The other ranks were needed to gather, and rank 0 alone writes.
         if gpc.get_global_rank() > 0:
             return
         newest_best = best or self.best

@@ -110,6 +110,7 @@ def _is_branch(output: Path, path: Path) -> bool:
     origins = [Path(start["from"]) for start in read_about(output)["starts"] if start.get("from")]
     # A branch that was resumed later has its own checkpoints among them.
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
+    # The last one: a branch of a branch has the origins of both.
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
 
@@ -140,6 +141,7 @@ def _newest_intact(folder: Path) -> Path | None:
         if fault is None:
             return path
         warn(f"{path} cannot be resumed ({fault}) and is skipped")
+    # Starting at step 0 would write over what may still be rescued.
     if checkpoints:
         raise UserError(
             f"{folder}: none of the {len(checkpoints)} checkpoints can be resumed; start again in "
@@ -214,6 +216,7 @@ def check_changes(
     changed = changed_keys(path, config)
     fixed: list[str] = [*FIXED]
     model = read_config(path, read_about(path))["MODEL"]
+    # By shapes: MODEL.dropout may change, MODEL.depth may not.
     if state_shapes(build_on_meta(model)) != state_shapes(build_on_meta(config["MODEL"])):
         fixed.append("MODEL")
     refused = {key: pair for key, pair in changed.items() if _is_under(key, fixed)}

@@ -88,6 +88,7 @@ def put_back_old(folder: Path) -> None:
     """Put checkpoints back whose replacement was interrupted."""
     for old in folder.glob(".step-*.old"):
         path = folder / old.name.removeprefix(".").removesuffix(".old")
+        # Where it does, the new one is in its place, and `clear_old` removes the old one.
         if not path.exists():
             old.rename(path)
 
@@ -112,6 +113,7 @@ def best_checkpoint(folder: Path) -> Path | None:
     file = folder / BEST_FILE
     best = (folder / BEST).resolve()
     if file.exists():
+        # The name alone: the file of a stranger may say ../../elsewhere.
         best = folder / Path(read_text(file).strip()).name
     return best if (best / MARKER).is_file() else None
 
@@ -228,4 +230,5 @@ def load_full_state_dict(
             check_weights(path / EMA, full, model)
         shards = local_state(model)
         for name, average in averages.items():
+            # In place: `EmaHook` holds these tensors.
             average.copy_(local_shard(shards[name], full[name]))

@@ -58,6 +58,7 @@ class SavedRun:
         # ImageNet's class names are ids such as n01440764. Its descriptions are words.
         data = self.about["data"]
         names = data.get("descriptions") or data["class_names"]
+        # A head may have more classes than the data set, as timm's 1,000 for ImageNet-100.
         return names + [
             str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])
         ]

@@ -171,6 +171,7 @@ def load_pretrained(
     heads = known.get("heads")
     if known.get("timm") and isinstance(model, VisionTransformer):
         heads = plain_heads(build_on_meta(dict(known)), known["timm"])
+    # Without names, the rows of the head stay where they are.
     labels: Sequence[int | None] = ()
     warning = ""
     if names:
@@ -197,6 +198,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         return open_run(name, settings, raw=raw)
     weights, known, about, chosen = open_source(source, raw=raw)
     named = parse_settings(settings).get("MODEL.timm")
+    # timm's defaults for the model: how it was trained is not known.
     if named and not known:
         about = resolve_preprocessing(named, {})
         known = describe_model(named, {}, about)
@@ -253,6 +255,7 @@ def _configure(
     # Some models without a fixed size are evaluated at a larger one.
     if about.get("test_input_size"):
         model["image_size"] = about["test_input_size"][-1]
+    # Keys without a default have to be there; an evaluation reads none of them.
     values = REQUIRED | {"MICRO_BATCH_SIZE": BATCH, "MODEL": model, "DATA": data}
     config = restore_config(values, settings, where=source)
     if config["MODEL"]["image_size"] == model["image_size"] != trained:

@@ -97,14 +97,17 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int, model: 
 def convert_weights(weights: dict[str, Tensor], model: nn.Module) -> str:
     """Rename and resample ``weights`` as timm does for its model; return what was left out."""
     unused = [name for name in weights if name.startswith(PRETRAINING)]
+    # timm keeps this function beside the class of the model.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
+        # A copy: some of timm's functions remove entries while they convert.
         converted = dict(convert(dict(weights), model))
         weights.clear()
         weights |= converted
     for name in unused:
         weights.pop(name, None)  # timm's conversion may have left it out
     for name, buffer in persistent_buffers(model).items():
+        # A file of parameters alone lacks the counters of batch norms.
         weights.setdefault(name, buffer)
     if not unused:
         return ""

@@ -98,6 +98,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     # A MIG device is a slice of the GPU that its name says.
     if gpu is None or "MIG" in name:
         return _measure_peak(device, dtype)
+    # The setting that cuBLAS follows for float32 matrices.
     half, tf32, single = PEAKS[gpu]
     full = single if torch.get_float32_matmul_precision() == "highest" else tf32
     return 1e12 * (full if dtype == torch.float32 else half)

@@ -72,6 +72,7 @@ def build_timm_model(
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
     # A plan, on the meta device, needs no statistics.
     if sync_bn and not next(model.parameters()).is_meta:
+        # timm's, not torch's: that one drops the activation inside timm's batch norms.
         return convert_sync_batchnorm(model)
     return model
 

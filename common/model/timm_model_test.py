@@ -21,7 +21,6 @@ from common.tools import evaluate, export
 
 VIT = dict(image_size=32, depth=2, embed_dim=48, num_heads=2)
 RESNET = dict(timm="resnet18", image_size=32)
-CONVNEXT = dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1))
 DINO = dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28})
 BEIT = "beit_base_patch16_224"
 
@@ -29,7 +28,7 @@ BEIT = "beit_base_patch16_224"
 @pytest.mark.parametrize("mode", ["dp2", slow("zero 1"), slow("zero 3")])
 def test_several_processes_train_it_as_one(mode, data, tmp_path):
     gpus, options = CASES[mode]
-    settings = f"MODEL={CONVNEXT}", "TOTAL_BATCH_SIZE=16", "MAX_STEPS=4", "LOG.every=1"
+    settings = f"MODEL={DINO}", "TOTAL_BATCH_SIZE=16", "MAX_STEPS=4", "LOG.every=1"
     run_ranks(1, train, data, tmp_path / "one", *settings)
     own = [f"{key}={value}" for key, value in options.items()]
     run_ranks(gpus, train, data, tmp_path / "several", *settings, *own)

@@ -248,6 +248,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
+    # Texts of equal length: "0.9000" sorts as its number.
     lowest = sorted(rows, key=lambda row: (row["top1"], row["class"]))[:SHOWN_CLASSES]
     print(f"the {len(lowest)} of {len(rows)} classes with the lowest top-1\n{format_table(lowest)}")
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
@@ -301,8 +302,10 @@ def bootstrap(answers: np.ndarray, measured: np.ndarray, classes: int) -> dict[s
     if classes == 2 and not np.isnan(scores).any():
         # ranks, which sort faster
         scores = np.unique(scores, return_inverse=True)[1]
+    # Class number `classes` stands for none, and its count is cut off below.
     right = np.where(labels == best, labels, classes)
     answered = np.where(best >= 0, best, classes)
+    # Fixed: the same run has the same intervals at every call.
     generator = np.random.default_rng(0)
     rows = []
     for _ in range(RESAMPLES):
@@ -377,6 +380,7 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> Non
     samples = np.bincount(answers[0], minlength=count)
     labels, best, _ = answers[:, answers[1] >= 0]
     confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
+    # A class without samples has a row of zeros.
     shares = confusion / np.maximum(samples, 1)[:, None]
     side = max(5.0, min(14.0, 0.35 * count))
     figure, axes = build_figure(side + 1.5, side)  # inches, with the bar of colours

@@ -43,19 +43,15 @@ def metrics_of(record: dict) -> dict:
 
 
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
-def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
-    precision = [f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'"] + ["fp16.opt_level=O3"] * (
-        mode == "APEX"
-    )
-    run = train(data, tmp_path / "run", *precision, "LEARNING_RATE=5e-4")
+def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, mode):
+    level = ", opt_level='O3'" if mode == "APEX" else ""
+    precision = f"fp16=dict(mode=AMP_TYPE.{mode}, dtype='bfloat16'{level})"
+    run = train(data, tmp_path / "run", precision, "LEARNING_RATE=5e-4")
     evaluate_run(run)
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
     evaluate_run(run, "--set=fp16=None")
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
-    said = capfd.readouterr().out
-    assert "checkpoints/step-00000010 (the best)" in said
-    assert said.count("fp16") == 1  # the run's
 
 
 def test_equals_it_in_two_processes(run, tmp_path):

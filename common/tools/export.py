@@ -179,6 +179,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     program.model.metadata_props["class_names"] = json.dumps(about["label_names"])
     program.model.metadata_props["preprocessing"] = json.dumps(about["pretrained_cfg"])
     program.save(path)
+    # The CPU, whatever is installed: only it computes as the checkpoint's model did.
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 

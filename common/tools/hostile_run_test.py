@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from common.errors import UserError
-from common.tools import evaluate, export, report
+from common.tools import evaluate, report
 
 
 def test_no_module_that_a_run_names_is_imported(run, tmp_path):
@@ -32,9 +32,8 @@ def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, tool, name):
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize(("tool", "words"), [(evaluate, []), (export, ["--to=timm"]), (report, [])])
-def test_a_place_that_cannot_be_written_is_refused(run, tmp_path, monkeypatch, tool, words):
-    monkeypatch.setattr(evaluate, "Predictor", None)  # before the work
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "Predictor", None)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/.*: cannot be written; choose another place"):
-        tool.main([str(run), *words, f"--output={tmp_path}/file/results"])
+        evaluate.main([str(run), f"--output={tmp_path}/file/results"])

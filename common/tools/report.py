@@ -110,6 +110,7 @@ def main(argv: list[str]) -> None:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows(result_row(run).values() for run in runs)
         return
+    # Of one run, its own folder.
     common_folder = os.path.commonpath([named.resolve() for named in args.runs])
     output = args.output or Path(common_folder, "report.html")
     replaced = "; the earlier one is replaced" if output.exists() else ""
@@ -199,6 +200,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
     }
     source = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return (
+        # Names and commands of a run are text, not HTML.
         Environment(autoescape=True)
         .from_string(source)
         .render(

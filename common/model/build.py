@@ -57,6 +57,7 @@ def freeze(model: nn.Module, part: str | None) -> None:
         return
     heads: Any = model.head_names
     for name, parameter in model.named_parameters():
+        # head.weight and head.bias are of the layer "head".
         parameter.requires_grad_(name.rpartition(".")[0] in heads)
     for name, child in model.named_children():
         if not any(f"{head}.".startswith(f"{name}.") for head in heads):
@@ -122,6 +123,7 @@ def describe_model(
 
     The inverse of `timm_architecture`. ``preprocessing`` is timm's pretrained_cfg.
     """
+    # [C, Y, X]
     sizes = preprocessing.get("input_size", pretrained_config(timm).input_size)
     own = {
         key: value

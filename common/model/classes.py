@@ -27,6 +27,7 @@ def match_classes(known: Sequence[Sequence[str]], names: Sequence[str]) -> list[
     labels: dict[str, int | None] = {}
     for listed in known:
         named = [*map(canonical_name, listed)]
+        # Before names are compared: a list that repeats a name is its own answer.
         if named == wanted:
             return [*range(len(named))]
         for label, name in enumerate(named):
@@ -78,6 +79,7 @@ def match_head(
     if classes and classes not in ORDERS:
         known = {"class_names": read_names(Path(classes)), "descriptions": []}
         classes = None
+    # The head of the weights counts as one of as many classes as the data set has.
     rows, warning = order_classes(known["class_names"], names, classes, len(names))
     return match_classes([rows, known["descriptions"]], names), warning
 

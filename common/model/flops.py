@@ -69,6 +69,7 @@ def flops_per_image(
         ) from error
     if not frozen:
         return 3 * count.total
+    # Two FLOPs for each weight: the gradient of the head, whose input needs none.
     heads = [built.get_submodule(name).weight for name in built.head_names]  # pyright: ignore
     return count.total + 2 * sum(head.numel() for head in heads)  # pyright: ignore
 
@@ -114,6 +115,7 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
     if device.type == "cpu" and dtype != torch.float32 and not is_fast(name_dtype(dtype)):
         size = 192  # takes milliseconds even without instructions for the dtype
+    # Ones: the sums stay finite, and random numbers would take longer than the products.
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     fastest = math.inf
     end = time.perf_counter() + MEASURING

@@ -69,6 +69,7 @@ def build_timm_model(
             f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})"
         ) from error
     heads = model.pretrained_cfg["classifier"]
+    # A distilled model has two heads, one without classes none.
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
     # A plan, on the meta device, needs no statistics.
     if sync_bn and not next(model.parameters()).is_meta:

@@ -46,6 +46,7 @@ class PatchProjection(nn.Conv2d):
         patches = images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side))
         # [B, C, rows, side, columns, side] to [B, rows, columns, C, side, side]
         patches = patches.permute(0, 2, 4, 1, 3, 5)
+        # [B, N, C side side] times [C side side, D]
         return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
 
 
@@ -115,9 +116,11 @@ class Attention(nn.Module):
         # them to the front, and its backward pass permutes a copy of all three back.
         q_BHNE, k_BHNE, v_BHNE = map(self._split_heads, self.qkv(x_BND).chunk(3, dim=-1))
         x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
+        # [B, H, N, E] to [B, N, D]: the heads side by side again.
         return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
 
     def _split_heads(self, x_BND: Tensor) -> Tensor:
+        # [B, N, D] to [B, N, H, E] to [B, H, N, E]; of a shard, H is the number of its heads.
         return x_BND.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
@@ -125,6 +128,7 @@ def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(E)) v for each head [B, H, N, E]."""
     if q_BHNE.is_cpu and q_BHNE.dtype == torch.bfloat16 and q_BHNE.requires_grad:
         # PyTorch's fused kernel is 2 to 6 times slower here, mostly in its backward pass.
+        # The smaller tensor is scaled, before the product.
         scores_BHNN = (q_BHNE * q_BHNE.shape[-1] ** -0.5) @ k_BHNE.transpose(-2, -1)
         return scores_BHNN.softmax(dim=-1) @ v_BHNE
     return F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE)
@@ -181,6 +185,7 @@ class LayerScale(nn.Module):
 
     def __init__(self, width: int, init_value: float) -> None:
         super().__init__()
+        # float32, whatever autocast computes in: a value such as 1e-6 is learned.
         self.gamma = nn.Parameter(torch.full((width,), float(init_value)))
 
     def forward(self, branch_BND: Tensor) -> Tensor:
@@ -200,6 +205,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if arguments.drop_path else nn.Identity()
 
     def forward(self, x_BND: Tensor) -> Tensor:
+        # Norms stand in the branches (pre-norm), so the residual stream is never rescaled.
         x_BND = x_BND + self.drop_path(self.ls1(self.attn(self.norm1(x_BND))))
         return x_BND + self.drop_path(self.ls2(self.mlp(self.norm2(x_BND))))
 
@@ -281,6 +287,7 @@ class VisionTransformer(nn.Module):
             return patches_BND.mean(dim=1)
         # The weights of the mean are learned functions of the patch (SeqPool, arXiv 2104.05704).
         shares_BN1 = self.attention_pool(patches_BND).softmax(dim=1)
+        # [B, 1, N] times [B, N, D], without the 1
         return (shares_BN1.mT @ patches_BND)[:, 0]
 
 
@@ -311,6 +318,7 @@ def resample_positions(table_1ND: Tensor, patches: int, prefix: int) -> Tensor:
     """
     if table_1ND.shape[1] == prefix + patches:
         return table_1ND
+    # Both grids are square: `MODEL.image_size` is one number.
     old = math.isqrt(table_1ND.shape[1] - prefix)
     new = math.isqrt(patches)
     # In float32, as in timm, whatever the parameters are.
@@ -327,8 +335,10 @@ def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
     the width each. Frequencies decrease geometrically from 1 to 1/10000; formula of arXiv
     2205.01580 (big_vision, `posemb_sincos_2d`).
     """
+    # [width / 4]
     frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
     angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)  # [side, width / 4]
+    # Row by row, as `PatchEmbed` counts patches: both [side * side, width / 4].
     rows = angles.repeat_interleave(side, dim=0)
     columns = angles.repeat(side, 1)
     table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)

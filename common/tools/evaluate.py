@@ -182,6 +182,7 @@ class Tally:
         is_among_5_B = (best_BK == labels_B[:, None]).any(1).long()
         self.batches.append(torch.stack([labels_B, best_BK[:, 0], is_among_5_B]))
         loss_B = F.cross_entropy(logits_BC.float(), labels_B, reduction="none")
+        # For AUROC, which only the order of these matters to: float32 would make ties.
         margin_B = logits_BC[:, -1].double() - logits_BC[:, 0].double()
         self.losses.append(torch.stack([loss_B.double(), margin_B]))
 
@@ -346,6 +347,7 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
     mistakes = _most_frequent_mistakes(names, answers[:2, labels != best])
     rows = []
     for label in np.flatnonzero(samples).tolist():
+        # Empty where the class is never answered: 0 / 0.
         precision = f"{right[label] / answered[label]:.4f}" if answered[label] else ""
         row = {
             "label": label,
@@ -378,6 +380,7 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> Non
     """
     count = len(names)
     samples = np.bincount(answers[0], minlength=count)
+    # Those without an answer (NaN) are no column, but count in the share.
     labels, best, _ = answers[:, answers[1] >= 0]
     confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
     # A class without samples has a row of zeros.

@@ -129,6 +129,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
 
 def crop_share(size: int, short_side: int) -> float:
     """Return the ``crop_pct`` for which timm's ``floor(size / crop_pct)`` is ``short_side``."""
+    # timm has a fraction where DATA.eval_crop gives a short side.
     share = size / short_side
     # Rounding may make the quotient a little less than the short side, whose floor is one less.
     return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
@@ -137,6 +138,7 @@ def crop_share(size: int, short_side: int) -> float:
 @torch.no_grad()
 def _compare(model: nn.Module, exported: Forward, size: int) -> float:
     """Return the largest difference of the logits, as a share of the largest logit."""
+    # A seed of its own: a global one would change what a caller draws.
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5, 3, size, size, generator=generator)
     expected = model(images)
@@ -193,6 +195,7 @@ FORMATS = {
 
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
     """Write the weights with ``metadata`` in their header."""
+    # safetensors takes no views, such as a transposed weight.
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     # safetensors' save_file would let nobody else read the file.
     (output / WEIGHTS).write_bytes(save(weights, metadata))

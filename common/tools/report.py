@@ -65,6 +65,7 @@ class RecordedRun:
         starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         total = 0.0
         for start, end in itertools.pairwise([*starts, math.inf]):
+            # A start that wrote no record counts no time.
             last = max((when for when in times if start <= when < end), default=start)
             total += last - start
         return total
@@ -146,6 +147,7 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
             "EVAL_EVERY"
         )
     last = evaluations[-1]
+    # Only with LOG.noise_scale.
     noise_scale = train[-1].get("noise_scale")
     origin = result_columns(about)
     return {
@@ -264,11 +266,13 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
     for name in names:
         if name in UNPLOTTED:
             continue
+        # A metric that nobody named: one of a user's hook.
         chart = CHARTS.get(name, Chart(name))
         figure, axes = build_figure(4.8, 2.6)
         kinds = _plot(axes, runs, name, chart.scale)
         if not kinds:
             continue
+        # It spans powers of ten, and is read against the batch.
         if name == "noise_scale":
             axes.set_yscale("log")
             for color, run in zip(color_runs(len(runs)), runs, strict=True):

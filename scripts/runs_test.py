@@ -70,7 +70,7 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         "--set MODEL.num_classes=2": "MODEL.num_classes=2: the data set has labels 0 to 2; ",
         "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
         "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
-        "--class-order timm": "--class-order timm: only --init's weights have classes to name",
+        "--class-order timm": "timm: only --init's weights have classes to name",
         "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",
         "--set FREEZE=body": "FREEZE='body' without INIT starts from random weights: add --init",
         "--set OPTIMIZER.layer_decay=0.9": "OPTIMIZER.layer_decay=0.9 without INIT starts from ",

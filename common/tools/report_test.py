@@ -92,7 +92,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
     page = (run / "report.html").read_text()
     for words in (
         "Top-1, last evaluation 50.00% Top-1, best evaluation 75.00% at step 2 Steps 5 ",
-        "Wall time 1:01:00 Images per second, median 30 ",
+        "Wall time 1:01:41 Images per second, median 30 ",
         "Hardware 2 cores of AMD EPYC, AVX2 Processes 8 Changed since the first start - ",
         "LABEL_SMOOTHING 0.1 MIXUP 0.8 B.c [1, 2] Environment",
         "hardware.cpus 2 ",

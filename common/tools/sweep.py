@@ -4,18 +4,25 @@
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
     python scripts/sweep.py --output DIR --set DATA.root=/data/cifar10 \
         --grid CONFIG=vit_lite_vanilla,vit_lite_1d
+    python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \
+        --random 20 --grid "LEARNING_RATE=log(1e-4,1e-2)" --grid WEIGHT_DECAY=0.03,0.1 --jobs 2
     python scripts/sweep.py --output DIR      # the tables and DIR/sweep.png of the runs so far
 
 The key CONFIG takes the place of --config. The first --grid key is the picture's x axis; values of
 SEED are repetitions. A run has as many processes as its parallel mode needs, or --processes if that
-is more. A folder in DIR for each run has its combination as its name; more commands may add runs to
-DIR. A run that fails is in the table, the others are trained, and the exit status is 1. Rerun the
-command to resume: finished runs say so, the others continue from their checkpoints.
+is more. --random N draws N combinations, of values in a list or between two ends, the same in every
+command; --jobs N trains N at a time, each on its share of the GPUs and cores, with its output in
+DIR/<run>.log. A folder in DIR for each run has its combination as its name; more commands may add
+runs to DIR. The best is by the config's BEST. A run that fails is in the table, the others are
+trained, and the exit status is 1. Rerun the command to resume: finished runs say so, the others
+continue from their checkpoints.
 """
 
 import argparse
 import itertools
 import math
+import os
+import random
 import re
 import signal
 import statistics
@@ -23,18 +30,20 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
 from common.errors import UserError, command_parser
 from common.files import ROOT
-from common.launch.signals import SIGNALS, exit_code, signal_name
+from common.launch.signals import exit_stopped, stop_signals
+from common.metrics.metrics_file import CHARTS
 from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
 from common.text import did_you_mean, format_table, print_wrapped
@@ -46,60 +55,75 @@ COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
     "step; d(loss): largest difference of the train loss from the first run's"
 )
-LOG_FROM = 8  # the x axis is logarithmic where its greatest value is this many times the least
+MOST_NAMED = 10  # most lines of the picture that a legend names, and most ticks of the runs' own
+
+
+class Planned(NamedTuple):
+    """The command of a run, and the processes that it starts."""
+
+    command: list[str]
+    processes: int
 
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument(
-        "--config", help="a config file, or the name of a recipe; without any, only report"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", help="a config file, or the name of a recipe; without any, only report")
+    add(
         "--grid",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="a key and its values; repeat for more keys",
+        help="a key and its values, with --random also log(LOW,HIGH) or uniform(LOW,HIGH); repeat "
+        "for more keys",
     )
-    parser.add_argument(
+    add("--random", type=count, metavar="N", help="draw N combinations in place of all")
+    add(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run"
-    )
-    parser.add_argument(
-        "--best", metavar="KEY", help="draw only the best of the values of this key"
-    )
-    parser.add_argument(
-        "--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)"
-    )
-    parser.add_argument(
+    add("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
+    add("--jobs", type=count, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--best", metavar="KEY", help="draw only the best of the values of this key")
+    add("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
+    add(
         "--processes",
-        type=int,
+        type=count,
         default=1,
         help="GPUs of each run, started by torchrun (default: 1)",
     )
     args = parser.parse_args(argv)
-    failed = train(args) if args.config or args.grid or args.set else {}
-    runs = [load_run(folder, folder.name) for folder in find_runs(args.output)]
+    failed = train(args) if args.config or args.grid or args.set or args.random else {}
+    runs = load_runs(args.output)
     if not runs:
         raise UserError(
             f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
         )
-    # Costs are compared with those of the run that was started first.
-    runs.sort(key=lambda run: run.about["starts"][0]["started"])
     _check_best(args.best, [key for run in runs for key in values_of(run)])
-    rows, verdict = rank_combinations(runs, failed)
-    print(format_table(rows))
+    ranked = rank_combinations(runs, failed)
+    print(format_table([entry.row for entry in ranked]))
     print_wrapped(COSTS, 0)
     print(format_table(tabulate_costs(runs)))
     picture = args.output / "sweep.png"
     is_drawn = draw(runs, picture, args.best)
     print(picture if is_drawn else "no picture yet: no run has been evaluated")
-    print(verdict)
+    print(name_best(ranked))
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
         sys.exit(1)
+
+
+def count(text: str) -> int:
+    """Return the number, 1 or more, that ``text`` is."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def load_runs(output: Path) -> list[RecordedRun]:
+    """Return the runs in a sweep's folder, in the order of their starts."""
+    runs = [load_run(folder, folder.name) for folder in find_runs(output)]
+    return sorted(runs, key=lambda run: run.about["starts"][0]["started"])
 
 
 def train(args: argparse.Namespace) -> dict[str, str]:
@@ -112,38 +136,79 @@ def train(args: argparse.Namespace) -> dict[str, str]:
         raise UserError("--grid: a key is named twice: put all its values into one --grid")
     if not args.config and CONFIG_KEY not in grid:
         raise UserError(
-            "--grid and --set need --config, or --grid CONFIG=A,B: which recipes to train"
+            "--grid, --random and --set need --config, or --grid CONFIG=A,B: which recipes to train"
         )
+    if args.random and not grid:
+        raise UserError(f"--random {args.random} needs --grid KEY=log(LOW,HIGH): what to draw")
     _check_best(args.best, list(grid))
-    commands = plan_commands(args, grid)
-    failed = {}
-    for number, (folder, command) in enumerate(commands.items(), 1):
-        print(f"[{number}/{len(commands)}] {folder.name}", flush=True)
-        status, stop = run_child(command)
-        if stop:
-            stopped = f"{signal_name(stop)}: {folder.name} was stopped"
-            print(f"{stopped}; rerun the command to resume", file=sys.stderr)
-            sys.exit(exit_code(stop))
-        # A mistake that ends a run before its first step is likely to end all.
-        if status and not (folder / "config.json").exists():
-            raise UserError(
-                f"{folder.name} did not start (exit status {status}, message above): the sweep "
-                "ends here"
-            )
-        if status:
-            failed[folder.name] = f" (failed, exit status {status})"
+    planned = plan_commands(args, combine(grid, args.random))
+    failed: dict[str, str] = {}
+    # An error closes it too, and so ends the other runs.
+    with closing(run_all(planned, min(args.jobs, len(planned)))) as ended:
+        for number, (folder, status) in enumerate(ended, 1):
+            # A mistake that ends a run before its first step is likely to end all.
+            if status and not (folder / "config.json").exists():
+                raise UserError(
+                    f"{folder.name} did not start (exit status {status}, message above): the sweep "
+                    "ends here"
+                )
+            if status:
+                failed[folder.name] = f" (failed, exit status {status})"
+            if number < len(planned):
+                ranked = rank_combinations(load_runs(args.output), failed)
+                print(format_table([entry.row for entry in ranked]), flush=True)
+    if stop_signals.received:
+        print("the sweep was stopped; rerun the command to resume", file=sys.stderr)
+        exit_stopped(stop_signals.received)
     return failed
 
 
-def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[Path, list[str]]:
+def combine(grid: Mapping[str, list[str]], draws: int | None) -> list[dict[str, str]]:
+    """Return the values of each run: all combinations, or those of ``draws`` draws, each once.
+
+    The last key changes fastest. A draw is trained with every value of `SEED`. More draws begin
+    with the same ones.
+    """
+    grids = [grid]
+    if draws:
+        # Of its methods only `random` is promised to be the same in every version of Python.
+        generator = random.Random(0)
+        grids = []
+        for _ in range(draws):
+            drawn = {key: [_draw(key, values, generator)] for key, values in grid.items()}
+            if SEED in grid:
+                drawn[SEED] = grid[SEED]
+            if drawn not in grids:
+                grids.append(drawn)
+    products = [itertools.product(*one.values()) for one in grids]
+    return [dict(zip(grid, values, strict=True)) for values in itertools.chain(*products)]
+
+
+def _draw(key: str, values: Sequence[str], generator: random.Random) -> str:
+    """Return one of the values, or a number within it if it is a range."""
+    value = values[int(len(values) * generator.random())]
+    found = re.fullmatch(r"(log|uniform)\((.*)\)", value)
+    if not found:
+        return value
+    scale, inverse = (math.log, math.exp) if found[1] == "log" else (float, float)
+    try:
+        low, high = (scale(float(end)) for end in found[2].split(","))
+    except ValueError as error:
+        raise UserError(
+            f"--grid {key}={value}: write log(LOW,HIGH) of positive numbers, or uniform(LOW,HIGH)"
+        ) from error
+    return f"{inverse(low + (high - low) * generator.random()):.4g}"
+
+
+def plan_commands(
+    args: argparse.Namespace, combinations: Sequence[dict[str, str]]
+) -> dict[Path, Planned]:
     """Return the command of each combination by its run's folder.
 
-    The last key of ``grid`` changes fastest. Raises `UserError` for a combination that cannot be
-    trained.
+    Raises `UserError` for a combination that cannot be trained.
     """
-    commands = {}
-    for values in itertools.product(*grid.values()):
-        chosen = dict(zip(grid, values, strict=True))
+    planned: dict[Path, Planned] = {}
+    for chosen in combinations:
         name = chosen.get(CONFIG_KEY) or args.config
         script, recipe = find_script(name, args.train)
         path = str(find_config(name, recipe).resolve())
@@ -153,7 +218,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)  # it refuses a batch that does not divide
         folder = args.output.resolve() / name_run(chosen)
-        if folder in commands:
+        if folder in planned:
             raise UserError(
                 f"--grid: two combinations would share the folder {folder.name}: choose values "
                 "that differ"
@@ -166,8 +231,8 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         command += [str(script), "--config", path]
         for setting in settings:
             command += ["--set", setting]
-        commands[folder] = [*command, "--output", str(folder)]
-    return commands
+        planned[folder] = Planned([*command, "--output", str(folder)], processes)
+    return planned
 
 
 def name_run(values: Mapping[str, str]) -> str:
@@ -178,33 +243,75 @@ def name_run(values: Mapping[str, str]) -> str:
     return ",".join(parts) or "run"
 
 
-def run_child(command: Sequence[str]) -> tuple[int, int]:
-    """Run ``command`` and forward stop signals to it.
+def run_all(planned: Mapping[Path, Planned], jobs: int) -> Generator[tuple[Path, int]]:
+    """Run the commands, ``jobs`` at a time; yield folder and exit status of each that ends.
 
-    Returns its exit status and the first signal, or 0.
+    A signal ends the iterator. At its end those that still run get the signal, or SIGTERM, and time
+    to write their checkpoints.
     """
-    received: list[int] = []
-
-    def receive(number: int, _: object) -> None:
-        received.append(number)
-
-    previous = {}
-    for number in SIGNALS:
-        # Under nohup SIGHUP stays ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            previous[number] = signal.signal(number, receive)
+    free = divide_machine(jobs, max(run.processes for run in planned.values()))
+    waiting = list(planned.items())
+    running = []
+    stop_signals.install()
+    stop_signals.deferring = True
     try:
-        child = subprocess.Popen(command)
-        forwarded = 0
-        while child.poll() is None:
-            for number in received[forwarded:]:
-                child.send_signal(number)
-                forwarded += 1
+        # Looked at right after the sleep: a child may have ended by the same Ctrl-C.
+        while (running or waiting) and not stop_signals.received:
+            for ended in [entry for entry in running if entry[-1].poll() is not None]:
+                running.remove(ended)
+                folder, place, log, child = ended
+                free.append(place)
+                if log and child.returncode:
+                    print(f"{log}:", *log.read_text().splitlines()[-3:], sep="\n", file=sys.stderr)
+                yield folder, child.returncode
+            while free and waiting:
+                folder, run = waiting.pop(0)
+                place = free.pop(0)
+                print(f"[{len(planned) - len(waiting)}/{len(planned)}] {folder.name}", flush=True)
+                log = folder.with_name(f"{folder.name}.log") if jobs > 1 else None
+                running.append((folder, place, log, _start(run, *place, log)))
             time.sleep(0.1)
-        return child.returncode, next(iter(received), 0)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for *_, child in running:
+            child.send_signal(stop_signals.received or signal.SIGTERM)
+        for *_, child in running:
+            child.wait()
+        stop_signals.restore()
+
+
+def divide_machine(jobs: int, processes: int) -> list[tuple[list[int], list[str]]]:
+    """Return the cores and the GPUs of each of ``jobs`` runs at a time, of ``processes`` each.
+
+    Raises `UserError` where a run would have too few GPUs, or without any no core.
+    """
+    visible = torch.cuda.device_count()
+    every = ",".join(map(str, range(visible)))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")[:visible]
+    cpus = sorted(os.sched_getaffinity(0))
+    room = visible // processes if visible else len(cpus)
+    if jobs > room:
+        raise UserError(
+            f"--jobs {jobs}: {visible} GPUs and {len(cpus)} cores are enough for --jobs {room}"
+        )
+    parts = zip(np.array_split(cpus, jobs), np.array_split(gpus, jobs), strict=True)
+    return [(own_cpus.tolist(), own_gpus.tolist()) for own_cpus, own_gpus in parts]
+
+
+def _start(
+    run: Planned, cpus: list[int], gpus: list[str], log: Path | None
+) -> subprocess.Popen[bytes]:
+    """Start a run on its cores and GPUs, with its output at the end of ``log``."""
+    environ = dict(os.environ)
+    if gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: run.processes])
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)  # the child inherits it
+    with log.open("ab") if log else nullcontext() as output:
+        child = subprocess.Popen(run.command, env=environ, stdout=output, stderr=output)
+    os.sched_setaffinity(0, every)
+    return child
 
 
 def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
@@ -253,12 +360,8 @@ def _check_best(best: str | None, keys: Sequence[str]) -> None:
 
 def values_of(run: RecordedRun) -> dict[str, int | float | str]:
     """Return the values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
-    values = {}
-    for part in run.name.split(","):
-        key, equals, value = part.partition("=")
-        if equals:
-            values[key] = _number(value)
-    return values
+    pairs = [part.split("=", 1) for part in run.name.split(",") if "=" in part]
+    return {key: _number(value) for key, value in pairs} or {"run": run.name}
 
 
 def _number(text: str) -> int | float | str:
@@ -272,78 +375,72 @@ def _number(text: str) -> int | float | str:
 class Ranked(NamedTuple):
     """A combination of a sweep's values."""
 
-    score: float  # mean top-1 of the finished runs in per cent, or -1 if a loss is not finite
-    tops: list[float]  # top-1 of the finished runs in per cent
+    score: float  # the mean of ``measured``, of a loss negative; -inf if a loss is not finite
+    measured: list[float]  # the metric of the finished runs, scaled as in `CHARTS`
     values: dict[str, Any]
     row: dict[str, Any]  # its row of the table
 
 
-def rank_combinations(
-    runs: Sequence[RecordedRun], notes: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """Return a row for each combination of a sweep's values, the best first, and which is best.
+def metric_of(runs: Sequence[RecordedRun]) -> str:
+    """Return the metric that ranks the runs, BEST of the first."""
+    return runs[0].about.get("config", {}).get("BEST", "top1")
 
-    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how
-    many they are. ``notes``: what to add to its steps, by a run's name.
+
+def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> list[Ranked]:
+    """Return the combinations of a sweep's values, the best first.
+
+    Runs that differ only in `SEED` are one: the mean of their final metric, its range, and how many
+    they are. ``notes``: what to add to its steps, by a run's name.
     """
+    metric = metric_of(runs)
+    scale = CHARTS[metric].scale
+    unit = "%" if scale == 100 else ""
+    digits = 2 if unit else 3
+    keys = dict.fromkeys(key for run in runs for key in values_of(run) if key != SEED)
+    groups = defaultdict(list)
+    for run in runs:
+        known = values_of(run)
+        # A run of another command may lack a key.
+        groups[tuple((key, known.get(key, ABSENT)) for key in keys)].append(run)
     ranked = []
-    for values, group in group_by_seed(runs).items():
+    for values, group in groups.items():
         ends = [run.final for run in group if run.final]
-        tops = [100 * end["top1"] for end in ends]
-        steps = [run.steps + notes.get(run.name, "") for run in group]
-        mean = shown_range = shown_loss = ABSENT
+        measured = [scale * end.get(metric, math.nan) for end in ends]
+        steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
+        shown_mean = shown_range = shown_loss = ABSENT
         score = -math.inf
         if ends:
+            mean = statistics.mean(measured)
             loss = statistics.mean(end["loss"] for end in ends)
-            mean = f"{statistics.mean(tops):.2f}%"
-            shown_range = f"{min(tops):.2f}-{max(tops):.2f}"
+            shown_mean = f"{mean:.{digits}f}{unit}"
+            shown_range = f"{min(measured):.{digits}f}-{max(measured):.{digits}f}"
             shown_loss = f"{loss:.3f}"
             # A run that has diverged is never the best, whatever its NaNs were counted as.
-            score = statistics.mean(tops) if math.isfinite(loss) else -1.0
-        reached = {
-            "top1": mean,
-            "range": shown_range,
-            "n": len(ends),
-            "loss": shown_loss,
-            "steps": ", ".join(dict.fromkeys(steps)),
-        }
-        ranked.append(Ranked(score, tops, dict(values), dict(values) | reached))
-    ranked.sort(key=lambda entry: -entry.score)
-    return [entry.row for entry in ranked], _name_best(ranked)
+            if math.isfinite(mean + loss):
+                score = -mean if metric == "loss" else mean
+        row = {metric: shown_mean, "range": shown_range, "n": len(ends), "loss": shown_loss}
+        row |= {"steps": ", ".join(steps)}
+        ranked.append(Ranked(score, measured, dict(values), dict(values) | row))
+    return sorted(ranked, key=lambda entry: (len(entry.measured) > 0, entry.score), reverse=True)
 
 
-def _name_best(ranked: Sequence[Ranked]) -> str:
+def name_best(ranked: Sequence[Ranked]) -> str:
     """Return a line that names the best of several combinations and compares it to the second."""
     if len(ranked) < 2:
         return ""
     best, second, *_ = ranked
-    if not second.tops or best.score < 0:
+    if not second.measured or not math.isfinite(best.score):
         return ""
-    if second.score < 0:
+    if not math.isfinite(second.score):
         verdict = "the loss of the others is not finite"
-    elif len(best.tops) == len(second.tops) == 1:
+    elif len(best.measured) == len(second.measured) == 1:
         verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
-    elif max(second.tops) >= min(best.tops):
-        verdict = "ranges overlap"
     else:
-        verdict = "ranges do not overlap"
+        ranges = best.measured, second.measured
+        overlap = max(map(min, ranges)) <= min(map(max, ranges))
+        verdict = "ranges overlap" if overlap else "ranges do not overlap"
     named = ", ".join(f"{key}={value}" for key, value in best.values.items())
     return f"best: {named}; {verdict}"
-
-
-def group_by_seed(
-    runs: Sequence[RecordedRun],
-) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
-    """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
-    groups = defaultdict(list)
-    keys = dict.fromkeys(key for run in runs for key in values_of(run))
-    for run in runs:
-        # A run of another command may lack a key.
-        values = {key: values_of(run).get(key, ABSENT) for key in keys if key != SEED}
-        if not keys:
-            values = {"run": run.name}
-        groups[tuple(values.items())].append(run)
-    return groups
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
@@ -357,7 +454,7 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
             if record["step"] in first
         ]
         row = {
-            "run": ", ".join(map(str, values_of(run).values())) or run.name,
+            "run": ", ".join(map(str, values_of(run).values())),
             "GB": run.median("peak_memory_gb", "{:.2f}"),
             "img/s": run.median("samples_per_s", "{:,.0f}"),
             "data": run.median("data_wait", "{:.1f} %"),
@@ -371,61 +468,43 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bool:
-    """Draw the final top-1 of the finished runs against the first key; return False without any.
+    """Draw the final metric of the finished runs against the first key; return False without any.
 
-    The other keys give a line each. Runs that differ only in `SEED` are one point, their mean, with
-    a bar from the least to the greatest. ``best`` names a key of whose values only the one with the
-    highest mean is drawn.
+    The other keys give a line each, through the means of the runs that differ only in `SEED`. A bar
+    goes from the least of them to the greatest. ``best`` names a key of whose values only the best
+    one is drawn.
     """
-    lines = collect_points(runs, best)
+    lines = defaultdict(dict)
+    x_name = "run"
+    for entry in rank_combinations(runs, {}):
+        pairs = [pair for pair in entry.values.items() if pair[0] != best] or [("run", "best")]
+        (x_name, x), *line = pairs
+        if entry.measured:
+            # Of those that differ only in the key ``best``, the best one comes first.
+            lines[tuple(line)].setdefault(x, entry.measured)
     if not lines:
         return False
     figure, axes = build_figure(7, 4.5)
     ticks = list(dict.fromkeys(itertools.chain.from_iterable(lines.values())))
     is_numeric = not any(isinstance(x, str) for x in ticks)
     for line, points in lines.items():
+        # Numbers among texts are drawn as texts too.
         xs = sorted(points) if is_numeric else list(points)
-        means = [statistics.mean(points[x]) for x in xs]
-        below = [statistics.mean(points[x]) - min(points[x]) for x in xs]
-        above = [max(points[x]) - statistics.mean(points[x]) for x in xs]
-        shown = [pair for pair in line if pair[1] != ABSENT] or line
-        axes.errorbar(
-            # Numbers among texts are drawn as texts too.
-            xs if is_numeric else [*map(str, xs)],
-            means,
-            [below, above],
-            fmt="o-" if is_numeric else "o",
-            capsize=3,
-            label=", ".join(f"{key}={value}" for key, value in shown),
-        )
-    varied = [key for key in values_of(runs[0]) if key not in (SEED, best)]
-    axes.set(xlabel=varied[0] if varied else "run", ylabel="top-1 of finished runs at the end, %")
+        values = [points[x] for x in xs]
+        places = xs if is_numeric else [*map(str, xs)]
+        label = ", ".join(f"{key}={value}" for key, value in line)
+        form = "o-" if is_numeric else "o"
+        (drawn,) = axes.plot(places, [*map(statistics.mean, values)], form, label=label)
+        axes.vlines(places, [*map(min, values)], [*map(max, values)], drawn.get_color())
+    title = CHARTS[metric_of(runs)].title
+    axes.set(xlabel=x_name, ylabel=f"{title}, of finished runs at the end")
     if is_numeric:
-        if min(ticks) > 0 and max(ticks) / min(ticks) >= LOG_FROM:
+        if min(ticks) > 0:
             axes.set_xscale("log")
-        axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
-        axes.minorticks_off()
-    if any(lines):  # A single line has no other key that names it.
-        longest = max(map(len, axes.get_legend_handles_labels()[1]))
-        place_legend(axes, columns=2 if longest < 40 else 1)
+        if len(ticks) <= MOST_NAMED:
+            axes.set_xticks(ticks, map(str, ticks))
+            axes.minorticks_off()
+    if 1 < len(lines) <= MOST_NAMED:
+        place_legend(axes, columns=1)
     save_figure(figure, path)
     return True
-
-
-def collect_points(
-    runs: Sequence[RecordedRun], best: str | None
-) -> dict[tuple, dict[Any, list[float]]]:
-    """Return the final top-1 of the finished runs in per cent, one of each seed, by line and x.
-
-    A line is the (key, value) of all but the first key. Of the points that differ only in the key
-    ``best``, only the one with the highest mean stays.
-    """
-    lines = defaultdict(dict)
-    for values, group in group_by_seed(runs).items():
-        tops = [100 * run.final["top1"] for run in group if run.final]
-        pairs = [pair for pair in values if pair[0] != best] or [("", "best")]
-        (_, x), *line = pairs
-        points = lines[tuple(line)]
-        if tops and (x not in points or statistics.mean(tops) > statistics.mean(points[x])):
-            points[x] = tops
-    return {line: points for line, points in lines.items() if points}

@@ -1,52 +1,72 @@
-"""Sweeps over a training that only writes a run's files."""
+"""Sweeps over trainings that only write a run's files, and over one that trains."""
 
 import math
-import os
 import signal
-import threading
-from itertools import pairwise
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from common.errors import UserError
+from common.files import ROOT
+from common.testing.commands import wait_until
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep
 from common.tools.report import RecordedRun
-from common.tools.report_test import evaluation, train, write_run
+from common.tools.report_test import evaluation
 
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that were trained. Rate 7 fails, rate 13 does not start, rate 5 is stopped."""
-    names = []
-
-    def run_child(command: list[str]) -> tuple[int, int]:
-        folder = Path(command[-1])
-        settings = dict(word.split("=") for flag, word in pairwise(command) if flag == "--set")
-        rate = float(settings["LEARNING_RATE"])
-        batch = int(settings.get("TOTAL_BATCH_SIZE", 14))
-        assert command[5] == "--nproc_per_node=2"
-        if rate == 13:
-            return 2, 0
-        names.append(folder.name)
-        cost = dict(samples_per_s=1e4 * rate, data_wait=0.1, peak_memory_gb=1.5)
-        cost |= dict(forward_s=0.0123, backward_s=0.0246)
-        losses = [rate + 1, None if rate == 2 else rate + 2]
-        records = [train(step, loss=loss, **cost) for step, loss in enumerate(losses, 1)]
-        if rate != 7:
-            records.append(evaluation(4, 0.5 + rate / 100 + batch / 1e4))
-        write_run(folder, records, argv=command[1:], starts=[{"started": len(names)}])
-        return {7: (1, 0), 5: (143, signal.SIGTERM)}.get(rate, (0, 0))
-
-    monkeypatch.setattr(sweep, "run_child", run_child)
-    return names
+# Writes a run's files. Rate 7 fails, rate 13 does not start.
+TRAINER = """
+import json, os, sys, time
+from pathlib import Path
+words = [word.partition("=")[::2] for word in sys.argv]
+rate = float(dict(words)["LEARNING_RATE"])
+batch = int(dict(words).get("TOTAL_BATCH_SIZE", 14))
+folder = Path(sys.argv[-1])
+if rate == 13:
+    print("rate 13 is unlucky")
+    sys.exit(2)
+costs = dict(samples_per_s=1e4 * rate, data_wait=0.1, peak_memory_gb=1.5)
+costs |= dict(forward_s=0.0123, backward_s=0.0246)
+losses = [rate + 1, None if rate == 2 else rate + 2]
+records = [dict(costs, kind="train", step=step, loss=loss) for step, loss in enumerate(losses, 1)]
+if rate != 7:
+    top1 = 0.5 + rate / 100 + batch / 1e4
+    records.append(dict(kind="eval", step=4, loss=1.0, top1=top1, top5=1.0, samples=8))
+place = dict(gpus=os.environ["CUDA_VISIBLE_DEVICES"], cpus=list(os.sched_getaffinity(0)))
+place["processes"] = os.environ.get("WORLD_SIZE", "1")
+about = dict(config=place, plan={"last_step": 4}, starts=[{"started": time.time()}])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
+(folder / "config.json").write_text(json.dumps(about))
+sys.exit(rate == 7)
+"""
+# Trains, a step in a second until there is a file "go".
+SLOW_TRAINER = """
+import sys, time
+from pathlib import Path
+from common.engine.engine import Engine
+from common.errors import run_command
+from common.testing.tiny_task import train
+train_step = Engine.train_step
+def slow_step(*args, **options):
+    time.sleep(not Path(sys.argv[-1]).parent.with_name("go").exists())
+    return train_step(*args, **options)
+Engine.train_step = slow_step
+settings = [word for word in sys.argv[:-1] if "=" in word]
+root = settings.pop(0).partition("=")[2]
+run_command(lambda argv: train(Path(root), Path(argv[-1]), *settings))
+"""
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     (tmp_path / "tiny.py").write_text(CONFIG)
-    words = "--config={0}/tiny.py --train={0}/tiny.py --output={0}/sweep --processes=2"
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    words = "--config={0}/tiny.py --train={0}/trainer.py --output={0}/sweep"
     return words.format(tmp_path).split()
 
 
@@ -58,16 +78,19 @@ def tables(text: str) -> list[list[str]]:
     ]
 
 
-def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
-    folder = tmp_path / "sweep"
-    grid = ["--grid=TOTAL_BATCH_SIZE=70,14", "--grid=LEARNING_RATE=1,2"]
-    sweep.main([*words, *grid])
-    names = [
+def started(words: list[str]) -> list[RecordedRun]:
+    """Return the runs in the order of their starts."""
+    return sweep.load_runs(Path(words[2].partition("=")[2]))
+
+
+def test_every_combination_is_trained_once(words, tmp_path, capsys):
+    sweep.main([*words, "--grid=TOTAL_BATCH_SIZE=70,14", "--grid=LEARNING_RATE=1,2"])
+    assert [run.name for run in started(words)] == [
         f"TOTAL_BATCH_SIZE={batch},LEARNING_RATE={rate}" for batch in (70, 14) for rate in (1, 2)
     ]
-    assert trained == names
     out = capsys.readouterr().out
-    header, _, *rows = tables(out)
+    assert out.startswith("[1/4] TOTAL_BATCH_SIZE=70,LEARNING_RATE=1\n| TOTAL_BATCH_SIZE |")
+    header, _, *rows = tables(out.partition("[4/4]")[2])
     assert header == ["TOTAL_BATCH_SIZE", "LEARNING_RATE", "top1", "range", "n", "loss", "steps"]
     assert rows[0] == ["70", "2", "52.70%", "52.70-52.70", "1", "1.000", "4"]
     assert [row[:2] for row in rows[:4]] == [["70", "2"], ["14", "2"], ["70", "1"], ["14", "1"]]
@@ -79,17 +102,34 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     assert max(len(line) for line in out.splitlines() if line.startswith("|")) <= 80
     last = "best: TOTAL_BATCH_SIZE=70, LEARNING_RATE=2; no ranges: repeat it with --grid SEED=1,2,3"
     assert out.splitlines()[-1] == last
-    assert (folder / "sweep.png").is_file()
+    assert (tmp_path / "sweep" / "sweep.png").is_file()
 
-    sweep.main([*words, "--grid=TOTAL_BATCH_SIZE=28", "--grid=LEARNING_RATE=1"])  # joins the others
-    sweep.main(["--output", str(folder), "--best=LEARNING_RATE"])
-    assert trained[4:] == ["TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"]
+    # joins the others
+    sweep.main([*words, "--processes=2", "--grid=TOTAL_BATCH_SIZE=28", "--grid=LEARNING_RATE=1"])
+    sweep.main([words[2], "--best=LEARNING_RATE"])
+    last_run = started(words)[4]
+    assert last_run.name == "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"
+    assert last_run.about["config"]["processes"] == "2"
     assert len(tables(capsys.readouterr().out)) == 2 * (2 * 2 + 2 * 5)
 
 
-def finished_run(top1: float, last_step: int = 4, loss: float = 1.5, **values: float):
+def test_draws_are_the_same_in_every_command():
+    grid = {"RATE": ["log(1e-8,1)"], "DECAY": ["uniform(0.1,0.2)", "3"], "SEED": ["1", "2"]}
+    drawn = sweep.combine(grid, 9)
+    assert len(drawn) == 18
+    assert drawn[:4] == sweep.combine(grid, 2)
+    assert [values["SEED"] for values in drawn[:4]] == ["1", "2"] * 2
+    rates = [float(values["RATE"]) for values in drawn]
+    assert 1e-8 < min(rates) < 1e-5 < 1e-3 < max(rates) < 1
+    decays = {float(values["DECAY"]) for values in drawn}
+    assert all(0.1 < decay < 0.2 for decay in decays - {3})
+    assert len(decays) > 2
+    assert len(sweep.combine({"DECAY": ["1", "2"]}, 99)) == 2
+
+
+def finished_run(top1: float, last_step: int = 4, loss: float = 1.5, best="top1", **values: float):
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    about = {"plan": {"last_step": last_step}}
+    about = {"plan": {"last_step": last_step}, "config": {"BEST": best}}
     return RecordedRun(name, about, [evaluation(4, top1, loss=loss)])
 
 
@@ -99,13 +139,13 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     high = finished_run(0.65, RATE=0.8)
     unfinished = finished_run(0.9, last_step=8, RATE=0.3, EMA=1)
     runs = [low, same, high, unfinished]
-    rows, _ = sweep.rank_combinations(runs, {})
-    assert [list(row.values()) for row in rows] == [
+    assert [list(entry.row.values()) for entry in sweep.rank_combinations(runs, {})] == [
         [0.8, "-", "65.00%", "65.00-65.00", 1, "1.500", "4"],
         [0.1, "-", "57.50%", "50.00-65.00", 2, "1.500", "4"],
         [0.3, 1, "-", "-", 0, "-", "4 of 8"],
     ]
     diverged = [finished_run(0.9, loss=math.nan, RATE=rate) for rate in (1, 2)]
+    by_loss = [finished_run(0.9, loss=rate, best="loss", RATE=rate) for rate in (2.0, 1.0)]
     for part, verdict in (
         (runs, "best: RATE=0.8, EMA=-; ranges overlap"),
         ([low, low, high], "best: RATE=0.8; ranges do not overlap"),
@@ -113,20 +153,23 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         ([high, unfinished], ""),
         ([*diverged, low], "best: RATE=0.1; the loss of the others is not finite"),
         ([*diverged, unfinished], ""),
+        (by_loss, "best: RATE=1.0; no ranges: repeat it with --grid SEED=1,2,3"),
     ):
-        assert sweep.rank_combinations(part, {})[1] == verdict
-
+        ranked = sweep.rank_combinations(part, {})
+        assert sweep.name_best(ranked) == verdict
+    assert list(ranked[0].row) == ["RATE", "loss", "range", "n", "steps"]
     drawn = []
     monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.extend(figure.axes))
-    assert not sweep.draw([unfinished], tmp_path / "sweep.png")
-    assert sweep.draw([*runs, low], tmp_path / "sweep.png")
-    assert sweep.draw(runs[:3], tmp_path / "sweep.png", best="RATE")  # the only key
-    for axes, tops, scale, label in zip(
-        drawn, ([55, 65], [65]), ("log", "linear"), ("RATE", "run"), strict=True
-    ):
-        assert axes.lines[0].get_ydata() == pytest.approx(tops)
-        assert (axes.get_xscale(), axes.get_xlabel()) == (scale, label)
-    bars = drawn[0].collections[0].get_segments()
+
+    assert not sweep.draw([unfinished], tmp_path)
+    assert sweep.draw([*runs, low], tmp_path)
+    assert sweep.draw(runs[:3], tmp_path, best="RATE")  # the only key
+    by_rate, by_run = drawn
+    assert by_rate.lines[0].get_ydata() == pytest.approx([55, 65])
+    assert (by_rate.get_xscale(), by_rate.get_xlabel()) == ("log", "RATE")
+    assert by_run.lines[0].get_ydata() == pytest.approx([65])
+    assert (by_run.get_xscale(), by_run.get_xlabel()) == ("linear", "run")
+    bars = by_rate.collections[0].get_segments()
     assert [bar[:, 1].tolist() for bar in bars] == [[50, 65], [65, 65]]
 
 
@@ -145,67 +188,80 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         "--grid INIT=a/b,a_b": "two combinations would share the folder INIT=a_b",
         "--grid LEARNING_RATE=1 --best SED --grid SEED=1": "--best SED: .*did you mean 'SEED'",
         "--set LEARNING_RATE=1 --config ": "need --config, or --grid CONFIG=A,B",
+        "--random 2 --config ": "need --config, or --grid CONFIG=A,B",
+        "--random 2": "--random 2 needs --grid",
+        "--random 2 --grid LEARNING_RATE=log(0,1)": "=log.0,1.: write log.LOW,HIGH. of positive",
+        "--random 2 --grid LEARNING_RATE=uniform(1)": "=uniform.1.: write log.*uniform.LOW,HIGH.",
+        "--grid LEARNING_RATE=log(1e-4,1e-2)": "LEARNING_RATE='log",
         "--grid LEARNING_RATE=13,1": "LEARNING_RATE=13 did not start .exit status 2",
     }.items(),
 )
-def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, message):
+def test_mistakes_are_refused_before_the_first_run(words, arguments, message):
     with pytest.raises(UserError, match=message):
         sweep.main([*words, *arguments.split(" ")])
-    assert trained == []
+    assert not (Path(words[2].partition("=")[2])).exists()
 
 
-def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train(
-    words, trained, tmp_path, monkeypatch
-):
-    found = [
-        sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")
-    ]
-    assert [path.parent.name for path, _ in found] == [
-        "imagenet_dali",
-        "cifar10_benchmark",
-        "caltech101_amp",
-    ]
-    (tmp_path / "own.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_is_trained_by_its_tasks_script_and_another_config_by_train(tmp_path):
+    for recipe, task in {
+        "vit-b16": "imagenet_dali",
+        "vit_lite_2d": "cifar10_benchmark",
+        "config_AMP_torch": "caltech101_amp",
+    }.items():
+        found = sweep.find_script(recipe, None)
+        assert found[0].parent.name == task
+    own = tmp_path / "own.py"
+    own.touch()
+    assert sweep.find_script(str(own), found[0]) == found
     with pytest.raises(
         UserError, match="own.py is no recipe: add --train SCRIPT, which is .*caltech101_amp/train"
     ):
-        sweep.find_script("own.py", None)
-    sweep.main(
-        [
-            *words[1:],
-            f"--train={found[2][0]}",
-            "--grid=CONFIG=own.py",
-            "--grid=LEARNING_RATE=1",
-        ]
-    )
-    sweep.main([*words, "--set=LEARNING_RATE=2"])
-    assert trained == ["CONFIG=own.py,LEARNING_RATE=1", "run"]
+        sweep.find_script(str(own), None)
 
 
-def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
-    parallel = ["--set=TENSOR_PARALLEL_SIZE=2", "--set=TENSOR_PARALLEL_MODE=1d"]
-    for grid, code, said in (
-        ("7,1", 1, "failed: LEARNING_RATE=7"),
-        ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped"),
-    ):
-        with pytest.raises(SystemExit, match=f"^{code}$"):
-            sweep.main([*words[:-1], *parallel, f"--grid=LEARNING_RATE={grid}"])
-        out, err = capsys.readouterr()
-        assert err == f"{said}; rerun the command to resume\n"
-        assert code == 143 or [row[-1] for row in tables(out)[2:4]] == [
-            "4",
-            "2 of 4 (failed, exit status 1)",
-        ]
-    assert trained == [f"LEARNING_RATE={rate}" for rate in (7, 1, 5)]
+def test_runs_at_a_time_have_gpus_and_cores_of_their_own(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,6,7")
+    monkeypatch.chdir(tmp_path)
+    parallel = ["--set=TENSOR_PARALLEL_SIZE=2", "--set=TENSOR_PARALLEL_MODE=1d", "--jobs=2"]
+    sweep.main([*words[1:], *parallel, "--grid=CONFIG=tiny.py", "--grid=LEARNING_RATE=1,2"])
+    first, second = [run.about["config"] for run in started(words)]
+    assert {first["gpus"], second["gpus"]} == {"2,3", "6,7"}
+    assert not {*first["cpus"]} & {*second["cpus"]}
+    assert first["processes"] == "2"
+    with pytest.raises(UserError, match="--jobs 2: 5 GPUs and .* enough for --jobs 1"):
+        sweep.main([*words, *parallel, "--processes=4", "--grid=LEARNING_RATE=3,4"])
 
 
-def test_a_stop_signal_reaches_the_run():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup does so
-    timer = threading.Timer(
-        0.5, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGHUP, signal.SIGTERM)]
-    )
-    timer.start()
-    assert sweep.run_child(["sleep", "60"]) == (-signal.SIGTERM, signal.SIGTERM)
-    timer.join()
-    signal.signal(signal.SIGHUP, before)
+def test_a_run_that_fails_does_not_end_the_sweep(words, capsys):
+    with pytest.raises(SystemExit, match="^1$"):
+        sweep.main([*words, "--grid=LEARNING_RATE=7,1"])
+    out, err = capsys.readouterr()
+    assert err == "failed: LEARNING_RATE=7; rerun the command to resume\n"
+    assert [row[-1] for row in tables(out)[5:7]] == ["4", "2 of 4 (failed, exit status 1)"]
+
+
+def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_path):
+    (tmp_path / "trainer.py").write_text(SLOW_TRAINER)
+    settings = [f"--set=DATA.root={data}", "--set=LOG.every=1", "--set=EVAL_EVERY=100"]
+    settings += ["--set=NUM_EPOCHS=20", "--grid=LEARNING_RATE=log(1e-4,1e-3)"]
+    command = [sys.executable, ROOT / "scripts" / "sweep.py", *words, *settings]
+    command += ["--random=3", "--jobs=2"]
+
+    def count_training() -> int:
+        return sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl"))
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        wait_until(lambda: count_training() == 2)
+        psutil.Process(it.pid).children()[0].kill()
+        wait_until(lambda: count_training() == 3)
+        it.terminate()
+        out, err = it.communicate(timeout=60)
+    assert it.returncode == 128 + signal.SIGTERM
+    assert "(failed, exit status -9) |" in out
+    assert err.endswith("the sweep was stopped; rerun the command to resume\n")
+    (tmp_path / "go").touch()
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [row[3] for row in tables(ended.stdout)[-8:-5]] == ["1"] * 3  # n
+    resumed = [run.about["starts"][-1]["step"] > 0 for run in started(words)]
+    assert sorted(resumed) == [False, True, True]

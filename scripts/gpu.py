@@ -54,9 +54,10 @@ PYTEST = ["-m", "pytest", "-W", "default", "-m", "gpu", "--tb=short", "scripts/g
 LEAST = 20.0  # seconds in which a piece can still answer
 
 VIT_S16 = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000)
+VIT_S16["mlp_ratio"] = 4.0
 VIT_B16 = VIT_S16 | dict(width=768, heads=12)
 SMALL = dict(image_size=32, patch_size=8, width=64, depth=2, heads=1, num_classes=10)
-MODELS: dict[str, dict[str, Any]] = {"s16": VIT_S16, "b16": VIT_B16}
+MODELS: dict[str, dict[str, Any]] = {"lite": {}, "s16": VIT_S16, "b16": VIT_B16}
 BATCH = 256
 if TINY:
     MODELS = dict.fromkeys(MODELS, SMALL)
@@ -90,28 +91,28 @@ def speed(model: str) -> None:
     Blocks are compiled and there is no dropout, but where it is named. ``model`` is a key of
     `MODELS`.
     """
-    import bench
+    import timed_steps
 
     from common.model.vit import Attention
 
     measure = partial(measure_step, model)
-    measure("ours", bench.ours)
-    measure("bare PyTorch", bench.bare)
-    measure("timm", bench.timm)
-    measure("ours, the recipe's dropout", bench.ours, True, "MODEL.dropout=0.1")
+    measure("ours", timed_steps.ours)
+    measure("bare PyTorch", timed_steps.bare)
+    measure("timm", timed_steps.timm)
+    measure("ours, the recipe's dropout", timed_steps.ours, True, "MODEL.dropout=0.1")
     with mock.patch.object(Attention, "forward", attend_by_permute):
-        measure("ours, attention by permute", bench.ours)
-    measure("ours, again", bench.ours)  # how far a rate drifts within the piece
-    measure("ours, not compiled", bench.ours, False)
-    measure("bare PyTorch, compiled as a whole", bench.bare, "model")
-    measure("ours, max-autotune", bench.ours, "max-autotune")
+        measure("ours, attention by permute", timed_steps.ours)
+    measure("ours, again", timed_steps.ours)  # how far a rate drifts within the piece
+    measure("ours, not compiled", timed_steps.ours, False)
+    measure("bare PyTorch, compiled as a whole", timed_steps.bare, "model")
+    measure("ours, max-autotune", timed_steps.ours, "max-autotune")
 
 
 def measure_step(
     model: str, name: str, train: Callable[[Any], None], how: bool | str = True, *more: str
 ) -> None:
     """Write a row of a variant's step; ``how`` is COMPILE, ``more`` are settings."""
-    import bench
+    import timed_steps
     import torch
 
     from common.engine.groups import shutdown
@@ -119,15 +120,14 @@ def measure_step(
     from common.launch.signals import stop_signals
     from common.model.flops import peak_images_per_s
 
-    shape = MODELS[model] | {"mlp_ratio": 4.0, "dropout": 0.0}
-    settings = [f"MODEL.{key}={value}" for key, value in shape.items()]
-    settings.append(f"TOTAL_BATCH_SIZE={BATCH}")
+    settings = [f"MODEL.{key}={value}" for key, value in MODELS[model].items()]
+    settings += ["MODEL.dropout=0.0", f"TOTAL_BATCH_SIZE={BATCH}"]
     steps, warm_up = (2, 1) if TINY else (30, 12)
-    work = bench.Work((*settings, *more), steps, warm_up, how)
+    work = timed_steps.Work((*settings, *more), steps, warm_up, how)
     # Free what the variant before has left: graphs that hold tensors, and compiled code.
     gc.collect()
     torch.compiler.reset()
-    if bench.DEVICE == "cuda":
+    if timed_steps.DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -140,9 +140,9 @@ def measure_step(
         shutdown()
     images_per_s = BATCH / work.seconds
     bfloat16 = {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}
-    peak = peak_images_per_s(shape, bfloat16, 1, torch.device(bench.DEVICE))
+    peak = peak_images_per_s(work.config["MODEL"], bfloat16, 1, torch.device(timed_steps.DEVICE))
     figures = {"ms": 1e3 * work.seconds, "images_per_s": images_per_s, "mfu": images_per_s / peak}
-    if bench.DEVICE == "cuda":
+    if timed_steps.DEVICE == "cuda":
         figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures)
 
@@ -159,9 +159,9 @@ def attend_by_permute(self: Any, x_BND: Any) -> Any:
 
 def seconds_of(call: Callable[[], object]) -> float:
     """Return the seconds of a call, the mean of several after the first."""
-    import bench
+    import timed_steps
 
-    work = bench.Work((), 2 if TINY else 30, 1 if TINY else 5)
+    work = timed_steps.Work((), 2 if TINY else 30, 1 if TINY else 5)
     for _ in work:
         call()
     return work.seconds
@@ -169,12 +169,12 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def ceilings() -> None:
     """Time what bounds a step: copies, ViT-B/16's matrix products, attention by backend."""
-    import bench
+    import timed_steps
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    make = partial(torch.randn, device=bench.DEVICE)
+    make = partial(torch.randn, device=timed_steps.DEVICE)
     source = make(1 << (16 if TINY else 28))
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source))
@@ -211,25 +211,30 @@ def ceilings() -> None:
 
 def lamb() -> None:
     """Time a step over the parameters of ViT-B/16 in float32, by LAMB and others."""
-    import bench
+    import timed_steps
+    import torch
     from timm.optim import Lamb as TimmLamb
     from torch.optim import AdamW
 
+    from common.config.load import load_config
+    from common.model.build import build_model
     from common.optim.build import build_optimizer
 
     ours = partial(build_optimizer, weight_decay=0.1)
     settings = ("MODEL.width=64", "MODEL.heads=1", "MODEL.depth=2") if TINY else ()
 
     def measure(name: str, build: Callable[[Any], Any], recipe: str = "vit-b16") -> None:
-        work = bench.Work(settings, 2 if TINY else 50, 1 if TINY else 5)
-        bench.step_optimizer(build, work, recipe)
-        write_row(piece="lamb", variant=name, recipe=recipe, ms=1e3 * work.seconds)
+        model = build_model(**load_config(recipe, settings)["MODEL"]).to(timed_steps.DEVICE)
+        for param in model.parameters():
+            param.grad = 1e-3 * torch.randn_like(param)  # of a usual size
+        seconds = seconds_of(build(model).step)
+        write_row(piece="lamb", variant=name, recipe=recipe, ms=1e3 * seconds)
 
     measure("ours", partial(ours, name="lamb"))
     measure("ours, bias correction", partial(ours, name="lamb", bias_correction=True))
-    measure("timm's LAMB", partial(bench.of_parameters, TimmLamb))
-    measure("AdamW, fused", partial(bench.of_parameters, partial(AdamW, fused=True)))
-    measure("AdamW, foreach", partial(bench.of_parameters, partial(AdamW, foreach=True)))
+    measure("timm's LAMB", lambda model: TimmLamb(model.parameters()))
+    measure("AdamW, fused", lambda model: AdamW(model.parameters(), fused=True))
+    measure("AdamW, foreach", lambda model: AdamW(model.parameters(), foreach=True))
     for recipe in ("vit_lite_fast", "vit-b16"):
         measure("Muon", partial(ours, name="muon"), recipe)
         with mock.patch("common.optim.muon.BATCH", 0):
@@ -261,11 +266,11 @@ def pipeline(kind: str) -> None:
     from common.testing.commands import in_words
 
     shards = photographs()
-    for name, shape in MODELS.items():
+    for name in ("s16", "b16"):
         output = WORK / f"pipeline-{kind}-{name}"
         shutil.rmtree(output, ignore_errors=True)
         steps = 4 if TINY else 60 if name == "s16" else 40
-        settings = [f"MODEL.{key}={value}" for key, value in shape.items()]
+        settings = [f"MODEL.{key}={value}" for key, value in MODELS[name].items()]
         settings += ["MODEL.num_classes=None", f"DATA.root={shards}", f"DATA.loader={kind}"]
         settings += [f"TOTAL_BATCH_SIZE={BATCH}", f"MICRO_BATCH_SIZE={BATCH}"]
         settings += [f"MAX_STEPS={steps}", f"LOG.every={steps // 4}"]
@@ -350,6 +355,7 @@ PIECES = {
     "commands": Piece(120, "dry_run"),
     "speed-b16": Piece(110, partial(speed, "b16")),
     "speed-s16": Piece(85, partial(speed, "s16")),
+    "speed-lite": Piece(85, partial(speed, "lite")),  # in neither call: the one for a CPU
     "ceilings": Piece(40, ceilings),
     "lamb": Piece(40, lamb),
     "dali": Piece(60, "test_dali or (quickstart and dali)"),

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench
 import psutil
 import pytest
+import timed_steps
 import torch
 from gpu import VIT_B16, VIT_S16, write_row
 from safetensors.torch import load_file
@@ -339,7 +339,7 @@ def test_dali(windows, tmp_path, monkeypatch, record):
     images, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=DEVICE)))
     loader, work = (
         build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE),
-        bench.Work((), 3, 1),
+        timed_steps.Work((), 3, 1),
     )
     for _ in work:
         count = sum(len(batch) for batch, _ in loader)

@@ -1,0 +1,124 @@
+"""Training steps on images in memory, for scripts/gpu.py to time: ours, PyTorch's and timm's."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.models import VisionTransformer
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.optim import Optimizer
+
+from cifar10_benchmark.task import TASK
+from common.config.load import load_config
+from common.config.plan import DataSummary
+from common.engine.compiler import compile_model
+from common.engine.trainer import Trainer
+from common.hardware import is_fast
+from common.model.build import build_model, timm_arguments
+from common.optim.build import build_optimizer
+from common.run.start import start_run
+from common.testing.commands import in_words
+from common.training import build_training
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # False: all is measured in float32
+
+
+@dataclass
+class Work:
+    """What a variant does, as a data loader of ``items`` in turn, a step each.
+
+    It has ``warm_up`` steps, ``steps`` that are timed, and one more with what a loop does at its
+    end. Then ``seconds`` is the mean of the timed ones.
+    """
+
+    settings: tuple[str, ...]
+    steps: int
+    warm_up: int
+    compiled: bool | str = False  # a value of the config's COMPILE
+    items: Iterable[Any] = (None,)
+    seconds: float = 0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def fill(self) -> dict[str, Any]:
+        """Return the config, and have batches of random images and labels as items."""
+        self.config = config = load_config("vit_lite_vanilla", self.settings)
+        size = config["TOTAL_BATCH_SIZE"]
+        side = config["MODEL"]["image_size"]
+        # Drawn on the CPU: all devices get the same.
+        images = torch.randn(4, size, 3, side, side).to(DEVICE)
+        labels = torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE)
+        self.items = list(zip(images, labels, strict=True))
+        return config
+
+    def __len__(self) -> int:
+        return self.warm_up + self.steps + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        started = 0.0
+        for number, item in enumerate(islice(cycle(self.items), len(self))):
+            if number in (self.warm_up, self.warm_up + self.steps):
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()  # the steps may still be in its queue
+                now = time.perf_counter()
+                self.seconds = (now - started) / self.steps
+                started = now
+            yield item
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def bare(work: Work) -> None:
+    """Train our model as in PyTorch's tutorial."""
+    config = work.fill()
+    model = build_model(**config["MODEL"]).to(DEVICE)
+    optimizer = build_optimizer(
+        model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"]
+    )
+    train(model, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), work)
+
+
+def timm(work: Work) -> None:
+    """Train timm's model with its loss and optimizer, as its train.py does with --amp."""
+    config = work.fill()
+    model = VisionTransformer(**timm_arguments(**config["MODEL"])).to(DEVICE)
+    optimizer = create_optimizer_v2(model, "adamw", config["LEARNING_RATE"], config["WEIGHT_DECAY"])
+    train(model, optimizer, LabelSmoothingCrossEntropy(0.1), work)
+
+
+def train(model: nn.Module, optimizer: Optimizer, criterion: nn.Module, work: Work) -> None:
+    if work.compiled:
+        compile_model(model, work.compiled)
+    for images, labels in work:
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=BFLOAT16):
+            loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+
+def ours(work: Work) -> None:
+    """Train like cifar10_benchmark/train.py, with all its hooks."""
+    config = work.fill()
+    data = DataSummary(64 * len(work), 10_000, 10, fingerprint="none")
+    precision = "fp16=dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')" if BFLOAT16 else "fp16=None"
+    with TemporaryDirectory() as folder:
+        Path(folder, "unread").touch()  # the folder of the data must not be empty
+        settings = [*work.settings, precision, f"COMPILE={work.compiled!r}", f"DATA.root={folder}"]
+        settings.append(f"MAX_STEPS={len(work)}")
+        words = ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *in_words(*settings)]
+        run = start_run(words, None, replace(TASK, describe=lambda _: data))
+        assert run is not None
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+        steps = (len(work), 1)
+        built = build_training(config, criterion, loaders=(work, None), steps=steps)
+        hooks = run.build_hooks(built.model, built.optimizer)
+        Trainer(built.engine).fit(built.train_loader, 1, len(work), hooks=hooks)

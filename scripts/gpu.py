@@ -53,8 +53,8 @@ TINY = bool(os.environ.get("TINY"))
 PYTEST = ["-m", "pytest", "-W", "default", "-m", "gpu", "--tb=short", "scripts/gpu_test.py"]
 LEAST = 20.0  # seconds in which a piece can still answer
 
-VIT_S16 = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000)
-VIT_S16["mlp_ratio"] = 4.0
+VIT_S16: dict[str, Any] = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6)
+VIT_S16 |= dict(mlp_ratio=4.0, num_classes=1000)
 VIT_B16 = VIT_S16 | dict(width=768, heads=12)
 SMALL = dict(image_size=32, patch_size=8, width=64, depth=2, heads=1, num_classes=10)
 MODELS: dict[str, dict[str, Any]] = {"lite": {}, "s16": VIT_S16, "b16": VIT_B16}

@@ -33,6 +33,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -383,21 +384,8 @@ def run_call(groups: list[list[str]], seconds: float) -> None:
         if end - time.monotonic() < LEAST:
             print(f"left out for lack of time: {', '.join(names)}", flush=True)
             continue
-        started = time.monotonic()
-        running = {name: _start(name, len(names)) for name in names}
-        while running:
-            for name, process in list(running.items()):
-                spent = time.monotonic() - started
-                if process.poll() is not None:
-                    ended = f"exit status {process.returncode}, {spent:.0f} s"
-                elif spent > PIECES[name].limit or time.monotonic() > end:
-                    _kill(process)
-                    ended = f"killed after {spent:.0f} s"
-                else:
-                    continue
-                del running[name]
-                _report(name, ended, has_failed=process.returncode != 0)
-            time.sleep(0.2)
+        with ThreadPoolExecutor(len(names)) as pool:
+            list(pool.map(partial(_run_piece, at_once=len(names), end=end), names))
     for line in _lines(ROWS)[rows_before:]:
         values = json.loads(line)
         del values["run"]
@@ -406,8 +394,11 @@ def run_call(groups: list[list[str]], seconds: float) -> None:
     sys.stdout.flush()
 
 
-def _start(name: str, at_once: int) -> subprocess.Popen[bytes]:
-    """Start a piece, which shares the cores with ``at_once - 1`` others."""
+def _run_piece(name: str, at_once: int, end: float) -> None:
+    """Run a piece, which shares the cores with ``at_once - 1`` others, in its own process.
+
+    Prints how it ended, with what it said last or of its faults; adds its log to the file.
+    """
     words = [__file__, "piece", name]
     if isinstance(selection := PIECES[name].run, str):
         words = [*PYTEST, "-k", selection]
@@ -415,9 +406,27 @@ def _start(name: str, at_once: int) -> subprocess.Popen[bytes]:
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4" if at_once > 1 else str(os.cpu_count())
     # What the tests start finds the project by it, where that is not installed.
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
-    with (WORK / f"{name}.log").open("wb") as log:
+    started = time.monotonic()
+    path = WORK / f"{name}.log"
+    with path.open("wb") as log:
         command = [sys.executable, *words]
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environ)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environ)
+        try:
+            process.wait(min(PIECES[name].limit, end - started))
+            ended = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            ended = "killed"
+    ended += f" after {time.monotonic() - started:.0f} s"
+    text = path.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = [f"{name}: {ended}: {(lines or ['nothing said'])[-1][:150]}"]
+    if process.returncode != 0:
+        telling = [line for line in lines if line.startswith("E  ") or "rror" in line]
+        said += [f"    {line[:220]}" for line in (telling or lines)[-6:]]
+    print("\n".join(said), flush=True)  # at once: other threads print too
+    with (OUT / "logs.txt").open("a") as file:
+        file.write(f"===== {name}: {ended}\n{text[:30_000]}\n{text[30_000:][-60_000:]}\n")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -427,19 +436,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
-
-
-def _report(name: str, ended: str, has_failed: bool) -> None:
-    """Print how a piece ended, with what it said last or of its faults; add its log to the file."""
-    text = (WORK / f"{name}.log").read_text(errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    print(f"{name}: {ended}: {(lines or ['nothing said'])[-1][:150]}", flush=True)
-    if has_failed:
-        telling = [line for line in lines if line.startswith("E  ") or "rror" in line]
-        for line in (telling or lines)[-6:]:
-            print(f"    {line[:220]}", flush=True)
-    with (OUT / "logs.txt").open("a") as file:
-        file.write(f"===== {name}: {ended}\n{text[:30_000]}\n{text[30_000:][-60_000:]}\n")
 
 
 def _lines(path: Path) -> list[str]:

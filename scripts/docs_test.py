@@ -5,7 +5,6 @@ only.
 """
 
 import json
-import os
 import re
 import runpy
 import shlex
@@ -14,6 +13,7 @@ import sys
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -24,7 +24,7 @@ from common.config.load import find_config
 from common.config.schema import find_key
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
-from common.testing.commands import Ended, copy_working_tree, run_forked
+from common.testing.commands import Ended, run_forked
 from common.testing.photographs import write_photographs
 from imagenet_dali.testing import MODEL, prepare_data, run
 
@@ -147,13 +147,24 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
 @pytest.mark.docs
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_run(tmp_path):
-    folder = copy_working_tree(ROOT, tmp_path)
+    """As a user without root and git, with a read-only home, in a path with a space."""
+    folder, home, programs = (tmp_path / name for name in ("a clone", "home", "bin"))
+    folder.mkdir()
+    home.mkdir(mode=0o555)
+    programs.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if not program.name.startswith("git"):
+            (programs / program.name).symlink_to(program)
+    listed = "git ls-files -co --exclude-standard -z"
+    run(f"{listed} | tar --null --ignore-failed-read -cT - | tar -xC '{folder}'", ROOT)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "scripts" / "setup.sh").write_text("exit 0\n")
     prepare_data(folder / "data")
     for split in ("train", "test"):
         write_photographs(folder / "data" / "cifar10" / split, "abcdefghij", 40, 32, 32)
     dinov2 = create_model("vit_small_patch14_dinov2", img_size=28)
     save_file(dinov2.state_dict(), folder / "data" / "dinov2.safetensors")
-    environ = dict(PATH=f"{sys.prefix}/bin:{os.environ['PATH']}", PYTHONPATH=str(folder))
+    environ = dict(PATH=f"{sys.prefix}/bin:{programs}", HOME=str(home), LANG="C")
     for command in commands("README.md"):
         if re.match(ELSEWHERE, command):
             continue
@@ -168,4 +179,5 @@ def test_the_commands_of_the_readme_run(tmp_path):
             )
         for pattern, replacement in SUBSTITUTIONS.items():
             command = re.sub(pattern, replacement, command)
-        run(command, folder, **environ)
+        words = f"unshare --user --map-user=1000 bash -c {shlex.quote(command)}"
+        run(words, folder, **environ, PYTHONPATH=str(folder))

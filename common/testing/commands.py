@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -116,16 +115,3 @@ def read_folder(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def copy_working_tree(root: Path, folder: Path) -> Path:
-    """Copy the files that git does not ignore, and link ``.venv``; return ``folder``."""
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (root / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(root / name, folder / name)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "scripts" / "setup.sh").write_text("exit 0\n")
-    return folder

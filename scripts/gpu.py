@@ -17,8 +17,8 @@ last.
 
 Nothing has to be installed but the packages of requirements-gpu-test.txt, torch, torchvision and
 timm: the pieces find the project beside this file. Without DALI its pieces end with an error, or
-are skipped. CIFAR10 names a folder of CIFAR-10's images in train/<class> and test/<class>, or a
-tar archive of it; unset, the data set is downloaded. GPU_WORK is a folder for data and runs
+are skipped. CIFAR10 names a folder of CIFAR-10's images in train/<class> and test/<class>; unset,
+the data set is downloaded. GPU_WORK is a folder for data and runs
 (default: /tmp/gpu). TINY=1 makes everything small: it tries this script on a CPU, where the tests
 fail at once.
 """
@@ -30,7 +30,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -293,7 +292,7 @@ def cifar() -> None:
     from common.testing.commands import in_words
     from common.testing.photographs import write_photographs
 
-    folder = WORK / "cifar10"
+    folder = WORK / "cifar10"  # may have been unpacked before
     source = os.environ.get("CIFAR10")
     settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10"]
     if TINY:
@@ -304,13 +303,8 @@ def cifar() -> None:
                 write_photographs(folder / split, "abcdefghij", 160, 32, 32)
     elif source and Path(source).is_dir():
         folder = Path(source)
-    # An earlier piece may have unpacked it.
-    elif not (folder / "train").is_dir():
-        if source:
-            with tarfile.open(source) as archive:
-                archive.extractall(folder, filter="data")
-        else:
-            settings.append("DATA.download=True")
+    elif source is None:
+        settings.append("DATA.download=True")  # has no effect on a folder of images
     output = WORK / "cifar"
     shutil.rmtree(output, ignore_errors=True)
     settings.append(f"DATA.root={folder}")
@@ -319,18 +313,17 @@ def cifar() -> None:
     started = time.monotonic()
     with subprocess.Popen([sys.executable, *words], cwd=ROOT) as process:
         seen = 0
-        is_running = True
-        while is_running:
-            # Asked before the lines are read: none is missed after the end.
-            is_running = process.poll() is None
-            for line in _lines(output / "metrics.jsonl")[seen:]:
-                seen += 1
-                record = json.loads(line)
+        status = None
+        while status is None:
+            time.sleep(0.5)
+            status = process.poll()  # before the lines are read: none is missed after the end
+            lines = _lines(output / "metrics.jsonl")
+            for record in map(json.loads, lines[seen:]):
                 if record["kind"] == "eval":
                     write_row(piece="cifar", seconds=time.monotonic() - started, **record)
-            time.sleep(0.5)
-    write_row(piece="cifar", seconds=time.monotonic() - started, status=process.returncode)
-    sys.exit(process.returncode)
+            seen = len(lines)
+    write_row(piece="cifar", seconds=time.monotonic() - started, status=status)
+    sys.exit(status)
 
 
 @dataclass(frozen=True)
@@ -399,9 +392,7 @@ def _run_piece(name: str, at_once: int, end: float) -> None:
 
     Prints how it ended, with what it said last or of its faults; adds its log to the file.
     """
-    words = [__file__, "piece", name]
-    if isinstance(selection := PIECES[name].run, str):
-        words = [*PYTEST, "-k", selection]
+    command = [sys.executable, __file__, "piece", name]
     environ = os.environ | {"PYTHONUNBUFFERED": "1", "OUT": str(OUT)}
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4" if at_once > 1 else str(os.cpu_count())
     # What the tests start finds the project by it, where that is not installed.
@@ -409,7 +400,6 @@ def _run_piece(name: str, at_once: int, end: float) -> None:
     started = time.monotonic()
     path = WORK / f"{name}.log"
     with path.open("wb") as log:
-        command = [sys.executable, *words]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environ)
         try:
             process.wait(min(PIECES[name].limit, end - started))

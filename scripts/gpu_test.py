@@ -16,7 +16,8 @@ import psutil
 import pytest
 import timed_steps
 import torch
-from gpu import VIT_B16, VIT_S16, write_row
+import write_digits
+from gpu import VIT_B16, VIT_S16, photographs, write_row
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -84,9 +85,7 @@ def record(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture) -> Rec
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's data."""
     folder = tmp_path_factory.mktemp("digits")
-    subprocess.run(
-        [sys.executable, ROOT / "scripts" / "write_digits.py", folder / "images"], check=True
-    )
+    write_digits.main(str(folder / "images"))
     prepare(folder / "images", folder / "shards")
     return folder / "shards"
 
@@ -101,7 +100,7 @@ def command(digits: Path, output: Path, *settings: str, launcher: str = "") -> l
 
 def run(words: list[str]) -> str:
     """Run a command; return what it prints."""
-    return subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.check_output(words, cwd=ROOT, text=True)
 
 
 def train_steps(
@@ -263,20 +262,20 @@ def test_resume_is_exact(dtype, digits, tmp_path, record):
 )
 def test_memory(model, batch, mode, optimizer, accumulation, record):
     """The peak that --dry-run predicts, against that of a training step."""
-    config = load_config("vit_s16_vanilla") | {"fp16": None, "clip_grad_norm": 1.0, **MODES[mode]}
-    config |= {"OPTIMIZER": {"name": optimizer}, "parallel": resolve_parallel(None, 1)}
+    parts = {
+        "OPTIMIZER": {"name": optimizer},
+        "gradient_accumulation": accumulation,
+        **MODES[mode],
+    }
+    config = load_config("vit_s16_vanilla") | {"fp16": None, "clip_grad_norm": 1.0, **parts}
+    config |= {"parallel": resolve_parallel(None, 1)}
     config["MODEL"] |= {"dropout": 0.0} | model
     predicted = estimate_step(config, 1, batch, accumulation, DEVICE.type).peak
     data = (
         torch.randn(batch, 3, 224, 224, device=DEVICE),
         torch.zeros(batch, dtype=torch.long, device=DEVICE),
     )
-    parts = {
-        "MODEL": model,
-        "OPTIMIZER": {"name": optimizer},
-        "gradient_accumulation": accumulation,
-    }
-    train_steps([data, data], parts | MODES[mode])
+    train_steps([data, data], parts | {"MODEL": model})
     taken = torch.cuda.max_memory_allocated()
     record(mode=mode, batch=batch, predicted_gb=predicted / 1e9, measured_gb=taken / 1e9)
     assert predicted == pytest.approx(taken, rel=0.1)
@@ -324,22 +323,20 @@ def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
 
 @needs_dali
 @pytest.mark.parametrize("windows", [True, False])
-def test_dali(windows, tmp_path, monkeypatch, record):
+def test_dali(windows, monkeypatch, record):
     """Windows of images, or whole ones; pixels against the CPU's."""
     from imagenet_dali.imagenet_dali_dataloader import decodes_windows
 
     decodes_windows()  # loads DALI's nvJPEG
     monkeypatch.setattr("imagenet_dali.imagenet_dali_dataloader.decodes_windows", lambda: windows)
-    write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
-    prepare(tmp_path / "images", tmp_path / "shards", cores(), validation_share=0.125)
-    data = load_config("vit-b16")["DATA"] | {"root": str(tmp_path / "shards"), "loader": "dali"}
+    data = load_config("vit-b16")["DATA"] | {"root": str(photographs()), "loader": "dali"}
     expected, _ = next(
         iter(build_eval_loader(data, 256, image_size=224, device=torch.device("cpu")))
     )
     images, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=DEVICE)))
     loader, work = (
         build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE),
-        timed_steps.Work((), 3, 1),
+        timed_steps.Work((), 1, 1),
     )
     for _ in work:
         count = sum(len(batch) for batch, _ in loader)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +113,13 @@ def train_steps(
     """
     with launched(**RATES | config):
         torch.manual_seed(0)
-        engine, losses = build_training(gpc.config, nn.CrossEntropyLoss()).engine, []
+        engine = build_training(gpc.config, nn.CrossEntropyLoss()).engine
         engine.train()
-        for images, labels in batches:
+        losses = []
+        for batch in batches:
             torch.cuda.reset_peak_memory_stats()
-            for _ in range(engine.optimizer.accumulation):
-                engine.zero_grad()
-                loss = engine.criterion(engine(images), labels)
-                engine.backward(loss)
-                engine.step()
-            losses.append(loss.item())
+            of_step = [loss.item() for *_, loss in engine.train_step(repeat(batch))]
+            losses.append(of_step[-1])
         return losses, engine.optimizer
 
 

@@ -7,6 +7,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from timm.loss import LabelSmoothingCrossEntropy
@@ -15,17 +16,14 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.optim import Optimizer
 
-from cifar10_benchmark.task import TASK
+from cifar10_benchmark import train as train_cifar10
 from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.engine.compiler import compile_model
-from common.engine.trainer import Trainer
 from common.hardware import is_fast
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_optimizer
-from common.run.start import start_run
 from common.testing.commands import in_words
-from common.training import build_training
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # False: all is measured in float32
@@ -106,19 +104,19 @@ def train(model: nn.Module, optimizer: Optimizer, criterion: nn.Module, work: Wo
 
 
 def ours(work: Work) -> None:
-    """Train like cifar10_benchmark/train.py, with all its hooks."""
-    config = work.fill()
+    """Train by cifar10_benchmark/train.py, with all its hooks, without an evaluation."""
+    work.fill()
     data = DataSummary(64 * len(work), 10_000, 10, fingerprint="none")
+    instead = dict(
+        TASK=replace(train_cifar10.TASK, describe=lambda _: data),
+        build_train_loader=lambda *_, **__: work,
+        build_eval_loader=lambda *_, **__: None,
+        BatchAugment=lambda loader, _: loader,  # the recipe augments no batch
+    )
     precision = "fp16=dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')" if BFLOAT16 else "fp16=None"
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, mock.patch.multiple(train_cifar10, **instead):
         Path(folder, "unread").touch()  # the folder of the data must not be empty
         settings = [*work.settings, precision, f"COMPILE={work.compiled!r}", f"DATA.root={folder}"]
         settings.append(f"MAX_STEPS={len(work)}")
         words = ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *in_words(*settings)]
-        run = start_run(words, None, replace(TASK, describe=lambda _: data))
-        assert run is not None
-        criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-        steps = (len(work), 1)
-        built = build_training(config, criterion, loaders=(work, None), steps=steps)
-        hooks = run.build_hooks(built.model, built.optimizer)
-        Trainer(built.engine).fit(built.train_loader, 1, len(work), hooks=hooks)
+        train_cifar10.main(words)

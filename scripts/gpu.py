@@ -51,6 +51,9 @@ ROWS = OUT / "rows.jsonl"
 WORK = Path(os.environ.get("GPU_WORK") or "/tmp/gpu")
 TINY = bool(os.environ.get("TINY"))
 PYTEST = ["-m", "pytest", "-W", "default", "-m", "gpu", "--tb=short", "scripts/gpu_test.py"]
+# Fields of a record of metrics.jsonl that a row takes.
+FIGURES = ("step", "epoch", "loss", "top1", "samples_per_s", "data_wait", "forward_s", "backward_s")
+FIGURES += ("peak_memory_gb",)
 LEAST = 20.0  # seconds in which a piece can still answer
 
 VIT_S16: dict[str, Any] = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6)
@@ -257,39 +260,53 @@ def photographs() -> Path:
     return shards
 
 
+def train_by_script(name: str, kind: str, script: str, *settings: str) -> None:
+    """Train by a script of the project with ``settings``; a row for each record of ``kind``.
+
+    A row is written as soon as its record is: a run that is cut off leaves its rows.
+    """
+    from common.testing.commands import in_words
+
+    output = WORK / name
+    shutil.rmtree(output, ignore_errors=True)
+    words = [*script.split(), "--output", str(output), *in_words(*settings)]
+    started = time.monotonic()
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT) as process:
+        seen = 0
+        status = None
+        while status is None:
+            time.sleep(0.5)
+            status = process.poll()  # before the lines are read: none is missed after the end
+            lines = _lines(output / "metrics.jsonl")
+            for record in map(json.loads, lines[seen:]):
+                figures = {key: record[key] for key in FIGURES if key in record}
+                if record["kind"] == kind:
+                    write_row(piece=name, seconds=time.monotonic() - started, **figures)
+            seen = len(lines)
+    if status:
+        write_row(piece=name, status=status)
+        sys.exit(status)
+
+
 def pipeline(kind: str) -> None:
     """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py; ``kind`` is DATA.loader.
 
     With the recipe's LAMB, Mixup and dropout.
     """
-    from common.metrics.metrics_file import read_metrics
-    from common.testing.commands import in_words
-
     shards = photographs()
     for name in ("s16", "b16"):
-        output = WORK / f"pipeline-{kind}-{name}"
-        shutil.rmtree(output, ignore_errors=True)
         steps = 4 if TINY else 60 if name == "s16" else 40
         settings = [f"MODEL.{key}={value}" for key, value in MODELS[name].items()]
         settings += ["MODEL.num_classes=None", f"DATA.root={shards}", f"DATA.loader={kind}"]
         settings += [f"TOTAL_BATCH_SIZE={BATCH}", f"MICRO_BATCH_SIZE={BATCH}"]
         settings += [f"MAX_STEPS={steps}", f"LOG.every={steps // 4}"]
         settings += ["NUM_EPOCHS=100", "WARMUP_EPOCHS=1"]
-        words = ["imagenet_dali/train_dali.py", "--config", "vit-b16", "--output", str(output)]
-        subprocess.run([sys.executable, *words, *in_words(*settings)], cwd=ROOT, check=True)
-        rates = [record for record in read_metrics(output) if record["kind"] == "train"]
-        for record in rates[-2:]:
-            keys = ("step", "samples_per_s", "data_wait", "forward_s", "backward_s")
-            figures = {key: record[key] for key in (*keys, "peak_memory_gb")}
-            write_row(piece=f"pipeline-{kind}", model=name, **figures)
+        script = "imagenet_dali/train_dali.py --config vit-b16"
+        train_by_script(f"pipeline-{kind}-{name}", "train", script, *settings)
 
 
 def cifar() -> None:
-    """Train ViT-Lite-7/4 on CIFAR-10 for its 200 epochs, in bfloat16; a row an evaluation.
-
-    A run that is cut off leaves its rows.
-    """
-    from common.testing.commands import in_words
+    """Train ViT-Lite-7/4 on CIFAR-10 for its 200 epochs, in bfloat16; a row an evaluation."""
     from common.testing.photographs import write_photographs
 
     folder = WORK / "cifar10"  # may have been unpacked before
@@ -305,25 +322,8 @@ def cifar() -> None:
         folder = Path(source)
     elif source is None:
         settings.append("DATA.download=True")  # has no effect on a folder of images
-    output = WORK / "cifar"
-    shutil.rmtree(output, ignore_errors=True)
-    settings.append(f"DATA.root={folder}")
-    words = ["cifar10_benchmark/train.py", "--config", "vit_lite_vanilla"]
-    words += ["--output", str(output), *in_words(*settings)]
-    started = time.monotonic()
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT) as process:
-        seen = 0
-        status = None
-        while status is None:
-            time.sleep(0.5)
-            status = process.poll()  # before the lines are read: none is missed after the end
-            lines = _lines(output / "metrics.jsonl")
-            for record in map(json.loads, lines[seen:]):
-                if record["kind"] == "eval":
-                    write_row(piece="cifar", seconds=time.monotonic() - started, **record)
-            seen = len(lines)
-    write_row(piece="cifar", seconds=time.monotonic() - started, status=status)
-    sys.exit(status)
+    script = "cifar10_benchmark/train.py --config vit_lite_vanilla"
+    train_by_script("cifar", "eval", script, f"DATA.root={folder}", *settings)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def ours(work: Work) -> None:
     """Train by cifar10_benchmark/train.py, with all its hooks, without an evaluation."""
     work.fill()
     data = DataSummary(64 * len(work), 10_000, 10, fingerprint="none")
-    instead = dict(
+    instead: dict[str, Any] = dict(
         TASK=replace(train_cifar10.TASK, describe=lambda _: data),
         build_train_loader=lambda *_, **__: work,
         build_eval_loader=lambda *_, **__: None,

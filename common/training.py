@@ -1,4 +1,4 @@
-"""What a train.py builds before it calls `Trainer.fit`, for planner, tests and benchmark.
+"""What a train.py builds before it calls `Trainer.fit`, for planner and tests.
 
 A train.py writes the same sequence out: it is what users read, copy and change.
 """

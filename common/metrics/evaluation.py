@@ -42,8 +42,8 @@ class Counts:
     """The counts of an evaluation, on the device. Labels below 0, of padding, do not count."""
 
     def __init__(self, device: torch.device) -> None:
-        # sum of cross-entropy, top-1 hits, top-5 hits, samples
-        self.totals = torch.zeros(4, dtype=torch.float64, device=device)
+        # sum of cross-entropy, top-5 hits
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         # samples, correct answers and answers [3, C + 1]; the last column is of what does not count
         self.by_class: Tensor | None = None
         self.scored: list[Tensor] = []  # of two classes, labels and scores [2, B] of each batch
@@ -52,20 +52,21 @@ class Counts:
         """Count a batch; return its most probable classes, as `best_classes`."""
         loss = F.cross_entropy(logits_BC.float(), labels_B, reduction="sum")
         best_BK = best_classes(logits_BC)
+        # [B, K]: the first column is of top-1, at most one of a row is true
         hits_BK = best_BK == labels_B[:, None]
         is_valid_B = labels_B >= 0
-        self.totals += torch.stack(
-            [loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), is_valid_B.sum()]
-        )
+        self.totals += torch.stack([loss.double(), hits_BK.sum()])
         classes = logits_BC.shape[1]
         if self.by_class is None:
             self.by_class = self.totals.new_zeros(3, classes + 1)
+        # index_add_ and not bincount, for which the host would wait for a GPU.
         ones_B = self.totals.new_ones(len(labels_B))
         answers_B = best_BK[:, 0].where(is_valid_B, -1)
         right_B = labels_B.where(hits_BK[:, 0], -1)
         for row, classes_B in zip(self.by_class, (labels_B, right_B, answers_B), strict=True):
             row.index_add_(0, classes_B.where(classes_B >= 0, classes), ones_B)
         if classes == 2:
+            # In float64: float32 would round close scores to ties, which count half in AUROC.
             margins_B = logits_BC[:, 1].double() - logits_BC[:, 0].double()
             self.scored.append(torch.stack([labels_B.double(), margins_B]))
         return best_BK
@@ -77,14 +78,17 @@ class Counts:
         are answered. ``auroc`` is of two classes only, and NaN where one has no samples.
         """
         assert self.by_class is not None
+        # One all-reduce for all counts: small ones cost their latency.
         sums = all_reduce(torch.cat([self.totals, self.by_class.flatten()]), mode).cpu()
-        loss, top1, top5, samples = sums[:4].tolist()
+        loss, top5 = sums[:2].tolist()
+        counts_3C = sums[2:].view_as(self.by_class)[:, :-1].numpy()
+        samples, right, _ = counts_3C.sum(1).tolist()
         metrics: dict[str, float] = {
             "loss": loss / samples,
-            "top1": top1 / samples,
+            "top1": right / samples,
             "top5": top5 / samples,
         }
-        metrics |= average_classes(sums[4:].view_as(self.by_class)[:, :-1].numpy())
+        metrics |= average_classes(counts_3C)
         if self.scored:
             # of all ranks: those of a tensor-parallel group repeat their samples equally often
             gathered = gather(torch.cat(self.scored, dim=1).cpu().numpy())
@@ -99,6 +103,7 @@ def average_classes(counts_3C: np.ndarray) -> dict[str, float]:
     samples_C, right_C, answers_C = counts_3C
     is_present_C = samples_C > 0
     is_known_C = samples_C + answers_C > 0
+    # A class without samples has no recall: it would be 0 / 0.
     recall = right_C[is_present_C] / samples_C[is_present_C]
     f1 = 2 * right_C[is_known_C] / (samples_C + answers_C)[is_known_C]
     return {"mean_recall": float(recall.mean()), "macro_f1": float(f1.mean())}
@@ -112,10 +117,12 @@ def auroc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = N
     if np.isnan(scores).any():
         return math.nan
     weights = np.ones(len(labels)) if weights is None else weights
+    # [V] different scores, and which of them each sample has [N]
     values, places = np.unique(scores, return_inverse=True)
     negatives, positives = (
         np.bincount(places, weights * (labels == label), minlength=len(values)) for label in (0, 1)
     )
+    # the pairs of a sample of each class, and the negatives below each score [V]
     pairs = negatives.sum() * positives.sum()
     below = np.cumsum(negatives) - negatives
     return float(positives @ (below + negatives / 2) / pairs) if pairs else math.nan

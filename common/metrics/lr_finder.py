@@ -114,11 +114,6 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     axes.plot(rates, [row["smoothed"] for row in rows], label="smoothed")
     if best:
         axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
-    bottom = min(row["smoothed"] for row in rows)
-    top = rows[0]["smoothed"]
-    if math.isfinite(top):
-        margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
-        axes.set_ylim(bottom - margin, top + margin)  # the diverged end is not shown
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     place_legend(axes)
     save_figure(figure, path)

@@ -87,11 +87,10 @@ class RandomCrop:
     def _central(self, shape: np.ndarray) -> np.ndarray:
         """Return height and width [B, 2] of the largest crop whose aspect ratio is allowed."""
         height_B, width_B = shape.T
-        ratio_B = width_B / height_B
         low, high = self.ratio
         # An image that is too tall keeps its width, one that is too wide its height.
-        crop_height_B = np.where(ratio_B < low, np.rint(width_B / low), height_B)
-        crop_width_B = np.where(ratio_B > high, np.rint(height_B * high), width_B)
+        crop_height_B = np.minimum(height_B, np.rint(width_B / low))
+        crop_width_B = np.minimum(width_B, np.rint(height_B * high))
         return np.stack([crop_height_B, crop_width_B], axis=1)
 
 
@@ -145,6 +144,7 @@ def reflected(size: int, shift: np.ndarray) -> np.ndarray:
 
     ``shift`` is int [B], at most `REFLECTED` either way.
     """
+    # [size + 2 * REFLECTED], then [B, size]
     padded = np.pad(np.arange(size), REFLECTED, mode="reflect")
     return padded[REFLECTED + shift[:, None] + np.arange(size)]
 
@@ -161,6 +161,7 @@ def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: in
     All are int [B, 2]. The window contains the square and `MARGIN` pixels around it for the
     antialiasing filter, counted in pixels of the image or of the result, whichever are larger.
     """
+    # Of both sides apart: the long side's is not quite the short one's, as `_resized` rounds it.
     scale_B2 = shape / resized
     # The square, in pixels of the image.
     begin_B2 = offset * scale_B2

@@ -1,6 +1,5 @@
 import hashlib
 import pickle
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -89,15 +88,13 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_reads_a_folder_of_images(folder, tmp_path_factory):
+def test_reads_a_folder_of_images(folder):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
     assert describe_data(data) == DataSummary(
         8, 6, 3, images.fingerprint, ["b", "g", "r"], [4, 2, 2], validation="the test split"
     )
     assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
-    assert open_at(copy).fingerprint == images.fingerprint
     assert images._replace(train=images.test).fingerprint != images.fingerprint
     assert images._replace(test=images.train).fingerprint != images.fingerprint
 

@@ -152,6 +152,7 @@ class MemoryReader:
         """Yield the batches, made on the current stream."""
         device = self._images.device
         for indices, uniforms, _, image_size in draws:
+            # Padding shows the first image until it is set to zeros below.
             rows = to_device(np.where(indices == PADDING, 0, indices), device)
             images = self._images.index_select(0, rows)
             labels = self._labels.index_select(0, rows)

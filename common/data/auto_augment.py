@@ -160,7 +160,7 @@ class RandAugment(Policy):
         super().__init__(transform, levels, BINS + 1, 2 * operations, grey)
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
-        # Two numbers for each operation: which one, and its sign.
+        # Two numbers for each of N operations: which one, and its sign.
         which_BN, sign_BN = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
         return 2 * (len(self.levels) * which_BN).astype(int) + (2 * sign_BN).astype(int)
 
@@ -247,6 +247,7 @@ def auto_contrast(images: Tensor, *_: Any) -> Tensor:
     low = images.amin((2, 3), keepdim=True).float()
     high = images.amax((2, 3), keepdim=True).float()
     # Where a channel has one value this divides by 0: `torch.where` does not take the result.
+    # uint8 - float32 is float32
     stretched = (images - low) * (255 / (high - low))
     return torch.where(high > low, stretched, images)
 

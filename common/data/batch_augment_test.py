@@ -13,6 +13,7 @@ from timm.loss import BinaryCrossEntropy
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import functional as tv
+from torchvision.transforms import v2
 
 from common.data.auto_augment_test import IMAGE
 from common.data.batch_augment import BatchAugment
@@ -109,7 +110,7 @@ def test_all_draws_depend_on_seed_and_position_alone():
         assert not torch.equal(next(iter(build(**{key: value})))[0], next(iter(build()))[0])
 
 
-def test_what_is_erased_is_a_random_crop():
+def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
     images, noisy, expected = torch.ones(3, 2000, 3, 40, 30)
     erase(images, uniforms, probability=0.7, mode="const")
@@ -120,9 +121,15 @@ def test_what_is_erased_is_a_random_crop():
         height, width = crops.shape[row]
         expected[row, :, top : top + height, left : left + width] = 0
     assert torch.equal(images, expected)
+    theirs = v2.RandomErasing()
+    limits = (*theirs.scale, *theirs.ratio)
+    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(limits, abs=0.004)
     assert torch.equal(noisy == 1, images == 1)
     noise = noisy[images == 0]
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
+    uniforms[0, -2] /= 2  # seeds the noise, and moves nothing
+    erase(images.fill_(1), uniforms, probability=0.7, mode="pixel")
+    assert not torch.equal(images, noisy)
 
 
 def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMAGE) -> np.ndarray:
@@ -169,8 +176,9 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch
     coordinates = iter(center)
     monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(coordinates) * high))
     (top, bottom, left, right), _ = cutmix_bbox_and_lam(images.shape, share)
+    box = ..., slice(top, bottom), slice(left, right)
     expected = images.clone()
-    expected[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+    expected[box] = images.flip(0)[box]
     pasted, _ = cut_and_paste(images, torch.arange(5), share, center)
     assert torch.equal(pasted, expected)
 

@@ -20,6 +20,7 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     is "const", and normal noise if it is "pixel", drawn once a batch.
     """
     batch, _, height, width = images.shape
+    # On the host, as all crops are: a GPU gets the corners only.
     crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
     stop_B2 = crops.start + crops.shape
     # An image that is not erased has an empty rectangle: nothing lies before 0.
@@ -27,6 +28,7 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     top_B1, left_B1 = to_device(crops.start, images.device).split(1, dim=1)
     bottom_B1, right_B1 = to_device(stop_B2, images.device).split(1, dim=1)
 
+    # [Y] and [X], compared with corners [B, 1]: masks [B, Y] and [B, X]
     y = torch.arange(height, device=images.device)
     x = torch.arange(width, device=images.device)
     rows_BY = (top_B1 <= y) & (y < bottom_B1)

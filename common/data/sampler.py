@@ -235,9 +235,11 @@ def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int)
     Of K classes with samples, each is drawn once in every K draws, in random order. Its samples
     come in their ``order``, and from the first again where they are fewer than its draws.
     """
+    # [N], the samples of one class after those of another; each class in the epoch's order
     by_class = order[np.argsort(labels[order], kind="stable")]
     _, counts = np.unique(labels, return_counts=True)  # [K]
     firsts = np.cumsum(counts) - counts
+    # Rounded up to whole rounds of K draws; what is too many is cut off at the end.
     draws = np.arange(-(-len(order) // len(counts)) * len(counts))
     number, label = np.divmod(draws, len(counts))
     words = _philox(seed, CLASSES, epoch, 0, 0).random_raw(len(draws))
@@ -264,6 +266,7 @@ def sample_uniforms(
 
 def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.random.Philox:
     """Return the generator of the random numbers for ``purpose`` at a position in the run."""
+    # Philox's words are unsigned: a negative seed is taken modulo 2^64.
     key = np.array([seed % 2**64, purpose], np.uint64)
     counter = np.array([block, step, epoch, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter)
@@ -271,6 +274,7 @@ def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.ra
 
 def _is_last(values: np.ndarray) -> np.ndarray:
     """Return for each value whether no equal one follows."""
+    # [values + 1], the position of the last of each value
     last = np.zeros(values.max(initial=-1) + 1, np.int64)
     last[values] = np.arange(len(values))  # NumPy assigns in order: equal values keep the last
     return last[values] == np.arange(len(values))
@@ -299,6 +303,7 @@ def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) ->
     ``start`` is the first one's number in that order. Block ``i`` has the samples from
     ``bounds[i]`` to ``bounds[i + 1]``. The first and the last span may be parts of blocks.
     """
+    # [blocks], the number of samples up to the end of each block in ``order``
     ends = np.cumsum(np.diff(bounds)[order])
     first, last = np.searchsorted(ends, [start, start + count - 1], side="right")
     chosen = order[first : last + 1]
@@ -316,6 +321,7 @@ def shuffle_stream(spans: np.ndarray, window: int, words: np.ndarray) -> Stream:
     interval of time; at any time the intervals of ``window`` spans overlap. A single window
     shuffles all samples.
     """
+    # [S] samples of each span and its number; [N] the span of each sample, and the sample
     lengths = np.diff(spans)[:, 0]
     number = np.arange(len(spans))
     span_of = np.repeat(number, lengths)

@@ -123,6 +123,7 @@ class WorkerPool:
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
+            # A private name, as in `close`: the pool has no other that tells its processes.
             processes = self._pool._processes.values()
             for process in processes:
                 process.join(1)  # A worker's pipe closes before its exit status is there.

@@ -102,6 +102,7 @@ class MetricsHook(BaseHook):
     def after_train_iter(
         self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor
     ) -> None:
+        # Added on the device: `item` here would wait for it in every micro-batch.
         self.loss += loss.detach() / trainer.engine.optimizer.accumulation
         if not trainer.update_done:
             return

@@ -21,7 +21,8 @@ def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str
     """
     batch, _, height, width = images.shape
     # On the host, as all crops are: a GPU gets the corners only.
-    crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
+    shape_B2 = np.full((batch, 2), (height, width))
+    crops = ERASED(shape_B2, uniforms)
     stop_B2 = crops.start + crops.shape
     # An image that is not erased has an empty rectangle: nothing lies before 0.
     stop_B2[uniforms[:, CROP_UNIFORMS] >= probability] = 0

@@ -158,7 +158,10 @@ class TrainSampler:
             # A stream numbers its spans from 0, the result over all streams of this rank.
             span_of.append(stream.span_of[drawn] + sum(map(len, spans)))
             spans.append(stream.spans)
-        return Stream(np.hstack(samples).ravel(), np.hstack(span_of).ravel(), np.concatenate(spans))
+        # [steps, rows of all streams of this rank], row by row
+        drawn_samples = np.hstack(samples).ravel()
+        spans_of_drawn = np.hstack(span_of).ravel()
+        return Stream(drawn_samples, spans_of_drawn, np.concatenate(spans))
 
     def _stream(self, epoch: int, number: int, start: int, length: int) -> Stream:
         """Return ``length`` samples of stream ``number``, from ``start`` of the order of blocks."""
@@ -226,7 +229,8 @@ def epoch_order(num_samples: int, seed: int, epoch: int, purpose: int = ORDER) -
     It sorts raw words: numpy guarantees their stream across versions, but not
     ``Generator.permutation``.
     """
-    return np.argsort(_philox(seed, purpose, epoch, 0, 0).random_raw(num_samples), kind="stable")
+    words = _philox(seed, purpose, epoch, 0, 0).random_raw(num_samples)
+    return np.argsort(words, kind="stable")
 
 
 def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -266,8 +270,7 @@ def sample_uniforms(
 
 def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.random.Philox:
     """Return the generator of the random numbers for ``purpose`` at a position in the run."""
-    # Philox's words are unsigned: a negative seed is taken modulo 2^64.
-    key = np.array([seed % 2**64, purpose], np.uint64)
+    key = np.array([seed, purpose], np.uint64)
     counter = np.array([block, step, epoch, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 

@@ -111,11 +111,14 @@ class Augment:
         height, width = images_BCYX.shape[2:]
         offsets_B2 = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
         top_B, left_B = to_device(offsets_B2, device).unbind(1)
+        # With zeros: black, since images are normalised after this.
         padded = F.pad(images_BCYX, (self.padding,) * 4)
         # A view of all crops, without a copy: P by Q positions.
         crops_BCPQYX = padded.unfold(2, height, 1).unfold(3, width, 1)
         batch = torch.arange(len(images_BCYX), device=device)
+        # Indices [B] on both sides of a slice: their axis comes first, [B, C, Y, X].
         images_BCYX = crops_BCPQYX[batch, :, top_B, left_B]
+        # Chosen on the host, which then knows their number without waiting for a GPU.
         mirrored = to_device(np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip), device)
         images_BCYX[mirrored] = images_BCYX[mirrored].flip(-1)
         if self.policy:

@@ -40,6 +40,7 @@ def augment_colors(
     """
     mean_C11 = _to_pixels(mean, images)
     std_C11 = _to_pixels(std, images)
+    # In place: `pixels` and ``images`` are one tensor from here on.
     pixels = images.mul_(std_C11).add_(mean_C11).round_()
     if three_augment:
         for number, change in enumerate((grey, solarise, blur)):

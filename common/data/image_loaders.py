@@ -122,6 +122,7 @@ def _decode_draw(
     (indices, uniforms, _, image_size), records = task
     size = image_size or size
     crop = at_size(crop, size)
+    # Rows of padding and of bad images stay zero, with `NO_LABEL`.
     images = np.zeros((len(indices), size, size, 3), np.uint8)
     labels = np.full(len(indices), NO_LABEL)
     bad = []

@@ -78,6 +78,7 @@ class ImageSplit(ABC):
         if len(self) < 100:
             return True
         equal_by_chance = np.square(np.bincount(self.labels) / len(self)).sum()
+        # Sorted by class nearly all neighbours are equal: the limit is midway to chance.
         equal = np.mean(self.labels[1:] == self.labels[:-1])
         return bool(equal < (1 + equal_by_chance) / 2)  # NumPy's own would be "True" in config.json
 
@@ -135,6 +136,7 @@ class FolderSplit(ImageSplit):
     @property
     def fingerprint(self) -> str:
         """A checksum over paths from ``root``, labels and sizes; the files are not read."""
+        # Sorted: the order in which a file system lists them must not count.
         files = sorted(zip(map(os.fsdecode, self._paths), self.labels.tolist(), strict=True))
         described = (f"{label} {file_state(self.root / path)[0]} {path}" for path, label in files)
         return fingerprint_of(chain(self.class_names, described))

@@ -148,6 +148,7 @@ class MixupLoss(nn.Module):
             # padding has no class, but an index that scatter_add_ takes
             weight_B = lam * (label >= 0).float()
             target_BK.scatter_add_(1, label.clamp(min=0)[:, None], weight_B[:, None])
+        # Before the threshold below makes targets of 1 of the shares.
         weights_B = is_valid_B.float()
         if self.class_weights is not None:
             weights_B = (target_BK * self.class_weights).sum(1)

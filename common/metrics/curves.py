@@ -55,6 +55,7 @@ def draw_curves(folder: Path) -> None:
         figure, axes = build_figure()
         for kind, metric, label, style in curves:
             drawn = [record for record in records if record["kind"] == kind and metric in record]
+            # A loss that is not finite is NaN here, which leaves a gap in the line.
             axes.plot(
                 [record["step"] for record in drawn],
                 [scale * record[metric] for record in drawn],

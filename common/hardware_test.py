@@ -17,7 +17,6 @@ from common.testing.commands import run_python
 @pytest.mark.parametrize(
     ("machine", "has", "aten", "name", "fast"),
     [
-        ("x86_64", "amx_tile", "AVX512", "AMX", True),
         ("x86_64", "avx512_bf16", "AVX512", "AVX512_BF16", True),
         ("x86_64", "", "AVX512", "AVX512", False),
         ("aarch64", "", "SVE256", "SVE256", True),

@@ -36,8 +36,8 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
     lines = [list(rows[0])]
     lines += [list(map(printable, row.values())) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    widths = [max(2, width) for width in widths]  # Markdown needs a dash and a colon
+    # Markdown needs a dash and a colon.
+    widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     table = []
     for line in lines:

@@ -1,6 +1,5 @@
 """Predict memory, traffic and step time of each parallel mode on N GPUs of a cluster."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,15 +51,9 @@ class Prediction:
         mode = self.tensor["mode"]
         size = self.tensor["size"]
         depth = self.tensor.get("depth", 1)
-        side = round(size ** (1 / 3)) if mode == "3d" else math.isqrt(size // depth)
-        square = f"{mode} {side} x {side}"
-        names = {
-            "1d": f"1d {size}",
-            "2d": square,
-            "2.5d": f"{square} x {depth}",
-            "3d": f"{square} x {side}",
-        }
-        parts = [names[mode]] if mode else []
+        side = round((size / depth) ** (1 / 3 if mode == "3d" else 1 / 2))
+        sides = {"1d": (size,), "2d": (side, side), "2.5d": (side, side, depth), "3d": (side,) * 3}
+        parts = [f"{mode} {' x '.join(map(str, sides[mode]))}"] if mode else []
         if self.zero:
             parts.append(f"zero {self.zero}")
         return ", ".join(parts) or "data parallel"

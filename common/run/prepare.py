@@ -3,6 +3,7 @@
 import argparse
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,12 @@ from common.text import first_line, print_wrapped
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
     args = _build_parser(description).parse_args(argv)
+    if args.help_config is not None:
+        print(describe_keys(args.help_config, shutil.get_terminal_size().columns))
+        sys.exit(0)
+    # Not argparse's `required`, which --help-config would need too.
+    if args.config is None:
+        raise UserError("--config is missing: a config file, or the name of a recipe in configs/")
     for key in args.allow_change:
         find_key(key)
     args.measures = args.find_lr or args.find_batch or args.profile
@@ -55,15 +62,12 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
 
 def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser = command_parser(description)
-    parser.add_argument(
-        "--config", required=True, help="a config file, or the name of a recipe in configs/"
-    )
+    parser.add_argument("--config", help="a config file, or the name of a recipe in configs/")
     parser.add_argument(
         "--help-config",
         nargs="?",
         const="",
         metavar="KEY",
-        action=_HelpConfig,
         help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
     )
     parser.add_argument(
@@ -146,18 +150,6 @@ def _add_alternatives(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="record STEPS steps with torch.profiler instead of training",
     )
-
-
-class _HelpConfig(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        _: argparse.Namespace,
-        name: object,
-        option: str | None = None,
-    ) -> None:
-        print(describe_keys(str(name), shutil.get_terminal_size().columns))
-        parser.exit()
 
 
 class Prepared(NamedTuple):

@@ -37,9 +37,8 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
     """
     used: dict[str, Any] = {}  # what imported recipes derive other keys from
 
-    def import_from(
-        module: str, variables: Any = None, scope: Any = None, names: Any = (), level: int = 0
-    ) -> Any:
+    # CPython's import statement passes all five.
+    def import_from(module: str, variables: Any, scope: Any, names: Any, level: int) -> Any:
         """Import ``names`` from a recipe, or as `builtins.__import__` from any other module."""
         recipe = _find_recipe(path, module) if names else None
         if recipe is None:
@@ -70,12 +69,10 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
         for name, value in variables.items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType | type)
     }
+    # The recipe derived other keys from its own value of such a name.
     for name, value in used.items():
         if values.get(name, value) != value:
-            raise UserError(
-                f"{path}: an imported recipe derives other keys from {name}: assign a plain value "
-                "to it here"
-            )
+            raise UserError(f"{path}: a recipe derives keys from {name}: assign a plain value")
     return values, read | used.keys()
 
 

@@ -234,9 +234,9 @@ def test_a_wrong_setting_is_refused(tmp_path, changes, words):
         ),
         "from configs.vit_b16 import MODLE": "line 1: ImportError: cannot import name 'MODLE' ",
         B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2": (
-            "config.py: an imported recipe derives other keys from NUM_EPOCHS: assign"
+            "config.py: a recipe derives keys from NUM_EPOCHS: assign"
         ),
-        B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4": "derives other keys from NUM_EPOCHS",
+        B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4": "derives keys from NUM_EPOCHS",
         "NUM_EPOCHS = 1": "config.py or --set: LEARNING_RATE is missing: peak",
         "BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1": "^TOTAL_BATCH_SIZE is missing: samples",
         MINIMAL + "SEED = 1 +": "config.py, line 4: SyntaxError: invalid syntax",

@@ -135,8 +135,9 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         name, equals, text = setting.partition("=")
         if not equals:
             raise UserError(f"--set {setting}: write it as KEY=VALUE")
-        # MODEL may be timm's, whose arguments are checked with the whole of it
-        if not name.startswith("MODEL."):
+        # MODEL may be timm's, whose arguments are checked with the whole of it. `read_sections` may
+        # rename the others.
+        if not name.startswith(("MODEL.", "fp16.", "parallel.")):
             find_key(name)
         overrides.pop(name, None)  # the last one counts, and its position
         overrides[name] = text

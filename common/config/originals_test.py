@@ -147,7 +147,7 @@ def test_own_scripts_take_recipes_and_naives_options_and_are_checked(capsys):
     fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**32)
     assert load_own_config({"fp16": fp16})["fp16"]["init_scale"] == 2**32
     assert capsys.readouterr().out == "config: fp16.initial_scale as fp16.init_scale=4294967296\n"
-    settings = ["fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=8, hysteresis=2)"]
+    settings = ["fp16.mode=AMP_TYPE.NAIVE", "fp16.initial_scale=8", "fp16.hysteresis=2"]
     assert load_config("quickstart", settings)["fp16"]["init_scale"] == 8
 
 

@@ -31,20 +31,6 @@ def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict[str,
     return {prediction.mode: prediction for prediction in found}
 
 
-def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
-    def seconds(*ranks: int) -> float:
-        return CLUSTER.seconds("all_reduce", ranks, 3, 10**9) - 3 * 20e-6
-
-    assert seconds(0, 8) == pytest.approx(2 * 1 / 2 * 1e9 / 50e9)
-    assert seconds(0, 1, 8, 9) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
-    assert seconds(0, 1, 8) == pytest.approx(
-        2 * 2 / 3 * 1e9 / 100e9
-    )  # two send over the links of their node
-    assert seconds(*range(16)) == pytest.approx(2 * 15 / 16 * 1e9 / 400e9)
-    routes = {("all_gather", (0, 1)): 100, ("all_reduce", (0, 8)): 1000, ("broadcast", (0,)): 7}
-    assert CLUSTER.sent(routes) == (1 / 2 * 100, 2 * 1 / 2 * 1000)
-
-
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
     parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
@@ -72,14 +58,10 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     ]
 
 
-def test_one_gpu_needs_its_arithmetic_and_nothing_else():
-    (alone,) = predict(1).values()
-    compute = 4096 * estimate_step(build_config(), 1, 1).flops / (0.23 * 989.4e12)
-    update = 7 * alone.estimate.gradients / 2e12  # AdamW
-    assert alone.slowest_step == pytest.approx(compute + update)
-    assert alone.fastest_step == pytest.approx(compute * 0.23 / 0.40 + update)
+def test_what_is_not_compiled_has_one_speed():
     (eager,) = build_planner(build_config() | {"COMPILE": False}, 1).predict_modes()
-    assert eager.fastest_step == pytest.approx(compute + update)
+    for prediction in (eager, predict(2)["1d 2"]):
+        assert prediction.slowest_step == pytest.approx(prediction.fastest_step)
 
 
 def test_small_micro_batches_and_slow_decoding_bound_the_step():

@@ -11,7 +11,7 @@ from common.metrics.measurement import Measurement
 from common.text import format_table, print_wrapped, two_digits
 
 STEPS = 300
-BATCHES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+BATCHES = [2**power for power in range(4, 16)]  # 16 to 32,768
 
 
 class BatchFinder(Measurement):
@@ -30,14 +30,14 @@ class BatchFinder(Measurement):
         self.rows: list[dict[str, float]] = []
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        # No evaluation is then due at the end of an epoch.
-        trainer.evaluated_step = trainer.step
+        super().after_train_iter(trainer)
         if trainer.update_done:
             noise_scale: Any = trainer.engine.noise_scale
             value = noise_scale.value().item()
             self.rows.append({"step": trainer.step, "noise_scale": value})
 
     def after_train(self, trainer: Trainer) -> None:
+        super().after_train(trainer)
         if not self.is_main or not self.rows:
             return
         write_csv(self.rows, self.folder / "find_batch.csv")
@@ -55,34 +55,37 @@ class BatchFinder(Measurement):
         low = min(last_third) / critical
         high = max(last_third) / critical
         print_wrapped(
-            f"critical batch about {two_digits(critical)} images at step {len(scales)} ({low:.1f}x "
-            f"to {high:.1f}x over the last third); it usually grows during training"
+            f"critical batch (the noise scale) about {two_digits(critical)} images at step "
+            f"{len(scales)} ({low:.1f}x to {high:.1f}x over the last third); it falls in the first "
+            "steps, and usually grows later"
         )
         plan = self.plan
         print_wrapped(
             f"steps and images to the loss of {plan.total_steps:,} steps of {plan.total_batch:,} "
             "images, if it stayed there (docs/large-batches.md):"
         )
-        print(format_table(compare_batches(critical, plan.total_batch, plan.total_steps)))
+        print(format_table(compare_batches(critical, plan)))
 
 
-def compare_batches(critical: float, batch: int, steps: int) -> list[dict[str, str]]:
-    """Return a row for each of `BATCHES` and ``batch``: steps and images to one loss.
+def compare_batches(critical: float, plan: Plan) -> list[dict[str, str]]:
+    """Return a row for the plan's batch and each of `BATCHES` up to an epoch: steps and images.
 
-    ``batch`` takes ``steps``; ``critical`` is the noise scale.
+    They are those to the loss after the plan's ``total_steps``; ``critical`` is the noise scale.
     """
+    batch = plan.total_batch
     # This is S of equation 2.7: the steps that an unlimited batch would take.
-    fewest = steps / (1 + critical / batch)
+    fewest = plan.total_steps / (1 + critical / batch)
+    epoch = batch * plan.steps_per_epoch
     rows = []
-    for size in sorted({*BATCHES, batch}):
+    for size in sorted({batch, *(size for size in BATCHES if size <= epoch)}):
         needed = fewest * (1 + critical / size)
         rows.append(
             {
                 "batch": f"{size:,}",
                 "steps": f"{needed:,.0f}",
                 "images": f"{needed * size:,.0f}",
-                "steps, x": f"{needed / steps:.2f}",
-                "images, x": f"{needed * size / (steps * batch):.2f}",
+                "steps, x": f"{needed / plan.total_steps:.2f}",
+                "images, x": f"{needed * size / (plan.total_steps * batch):.2f}",
             }
         )
     return rows

@@ -37,7 +37,9 @@ def test_the_noise_scale_of_the_first_steps_gives_the_steps_of_other_batches(
     critical = found[-1]
     low, high = np.array([min(found[-3:]), max(found[-3:])]) / critical
     words = f"at step 9 ({low:.1f}x to {high:.1f}x over the last third)"
-    assert f"critical batch about {critical:.2g} images {words}" in " ".join(said.split())
-    # the run has 10 steps of 14 images
-    steps = 10 * (1 + critical / 256) / (1 + critical / 14)
-    assert re.search(rf"\|\s+256 \|\s+{steps:.0f} \|\s+{steps * 256:,.0f} \|", said)
+    name = "critical batch (the noise scale)"
+    assert f"{name} about {critical:.2g} images {words}" in " ".join(said.split())
+    # the run has 10 steps of 14 images, an epoch 70 images
+    steps = 10 * (1 + critical / 64) / (1 + critical / 14)
+    assert re.search(rf"\|\s+64 \|\s+{steps:.0f} \|\s+{steps * 64:,.0f} \|", said)
+    assert re.findall(r"^\|\s+(\d+) \|", said, re.MULTILINE) == ["14", "16", "32", "64"]

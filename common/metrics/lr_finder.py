@@ -36,6 +36,7 @@ class LearningRateFinder(Measurement):
     )
 
     def before_train(self, trainer: Trainer) -> None:
+        super().before_train(trainer)
         self.rows: list[dict[str, float]] = []
         # The test sets the rates itself.
         trainer.engine.lr_scheduler = None
@@ -54,6 +55,7 @@ class LearningRateFinder(Measurement):
             group["lr"] = factor * LOWEST * (HIGHEST / LOWEST) ** share
 
     def after_train_iter(self, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
+        super().after_train_iter(trainer)
         self.loss += loss.detach() / trainer.engine.optimizer.accumulation
         if not trainer.update_done:
             return
@@ -69,11 +71,10 @@ class LearningRateFinder(Measurement):
         )
         least = min(row["smoothed"] for row in self.rows)
         trainer.stopping |= not smoothed < DIVERGED * least  # `not <` holds for NaN too
-        # No evaluation is then due at the end of an epoch.
-        trainer.evaluated_step = trainer.step
         self._set_rate(trainer)
 
     def after_train(self, trainer: Trainer) -> None:
+        super().after_train(trainer)
         if not self.is_main:
             return
         suggested = suggest_rate(self.rows)

@@ -1,8 +1,11 @@
 """What a run does in place of training, with ``--find-lr``, ``--find-batch`` or ``--profile``."""
 
 from pathlib import Path
+from typing import Any
 
+from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook
+from common.metrics.loggers import ProgressBar
 
 
 class Measurement(BaseHook):
@@ -19,3 +22,17 @@ class Measurement(BaseHook):
             f"{total_steps} steps instead of training; nothing is saved but {self.writes} in "
             f"{folder}"
         )
+
+    def before_train(self, trainer: Trainer) -> None:
+        if self.is_main:
+            self.bar = ProgressBar(self.folder, 0, self.total_steps)
+
+    def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
+        # No evaluation is then due at the end of an epoch.
+        trainer.evaluated_step = trainer.step
+        if self.is_main and trainer.update_done:
+            self.bar.step()
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self.is_main:
+            self.bar.close()

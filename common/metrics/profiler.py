@@ -27,6 +27,7 @@ class ProfilerHook(Measurement):
         super().__init__(folder / "profile", WARMUP + steps, is_main)
 
     def before_train(self, trainer: Trainer) -> None:
+        super().before_train(trainer)
         if self.is_main:
             # The tracer's start is slow: `warmup` records a step and drops it.
             steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
@@ -38,12 +39,12 @@ class ProfilerHook(Measurement):
             self.profile.start()
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
-        # No evaluation is then due at the end of an epoch.
-        trainer.evaluated_step = trainer.step
+        super().after_train_iter(trainer)
         if self.is_main and trainer.update_done:
             self.profile.step()
 
     def after_train(self, trainer: Trainer) -> None:
+        super().after_train(trainer)
         if self.is_main:
             self.profile.stop()
 

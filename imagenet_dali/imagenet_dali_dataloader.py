@@ -1,8 +1,8 @@
-"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on GPU or CPU.
+"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI on a GPU.
 
 Records are read and verified here, and crops are computed from the sampler's random numbers. DALI's
-own TFRecord reader verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes:
-its resizing takes five times as long as PyTorch's, which has Pillow's pixels.
+own TFRecord reader verifies nothing and shuffles only within a buffer. On a CPU `ImageReader` shows
+the same images: DALI's resizing takes five times as long there as PyTorch's.
 """
 
 import ctypes
@@ -11,20 +11,17 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
 import torch
-from nvidia.dali import Pipeline, fn, pipeline_def, types
+from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
-from PIL import Image
 from torch import Tensor
 
-from common.data.crops import Crop, Crops, Normalizer, at_size, reflected, resample
+from common.data.crops import Crop, Crops, Normalizer, at_size, reflected
 from common.data.image_split import Record
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
@@ -57,22 +54,10 @@ class RawBatch(NamedTuple):
 
 
 @pipeline_def
-def decode_windows(source: Callable[[], tuple]) -> DataNode:
-    """Return the graph for a CPU: decode the windows of a batch, uint8 [Y, X, 3] each.
-
-    ``source`` returns a batch: JPEG bytes, start and shape of the windows.
-    """
-    jpegs, start, shape = fn.external_source(source, num_outputs=3)
-    return fn.decoders.image_slice(
-        jpegs, start=start, shape=shape, axes=(0, 1), adjust_orientation=False
-    )
-
-
-@pipeline_def
 def decode_and_resize(
     source: Callable[[], tuple], filter_: str, device: str, whole: bool
 ) -> DataNode:
-    """Return the graph for a GPU: decode a window, resample a region, mirror; uint8 [3, Y, X].
+    """Return the graph: decode a window, resample a region, mirror; uint8 [3, Y, X].
 
     With ``whole``, images are decoded whole and cut then.
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
@@ -105,7 +90,8 @@ def decode_and_resize(
 @functools.cache
 def decodes_windows() -> bool:
     """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
-    pipeline = decode_windows(lambda: (), batch_size=1, num_threads=1, device_id=None)
+    place = dict(batch_size=1, num_threads=1, device_id=None)
+    pipeline = decode_and_resize(lambda: (), "bilinear", "cpu", False, **place)
     pipeline.build()  # loads nvJPEG, as long as the pipeline exists
     version = nvjpeg_version()
     del pipeline
@@ -137,9 +123,8 @@ class DaliReader:
     """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
-    ``augment`` the last. Rows of padding are zeros with label -100. DALI does all but ``augment``
-    on a GPU, or if ``resizes``. A record that does not decode raises `UserError` naming its shard,
-    number and offset; the reader cannot be used after that.
+    ``augment`` the last. Rows of padding are zeros with label -100. A record that does not decode
+    raises `UserError` naming its shard, number and offset; the reader cannot be used after that.
     """
 
     def __init__(
@@ -151,25 +136,31 @@ class DaliReader:
         size: int,
         mean: Sequence[float],
         std: Sequence[float],
-        threads: int,
+        workers: int,
         device: torch.device,
+        dp_size: int = 1,  # for `ImageReader`, which skips bad images up to a share of a rank's
         augment: "Policy | None" = None,
-        resizes: bool | None = None,
     ) -> None:
         self.split = split
         self.crop = crop
         self.batch = batch
         self.size = size
-        self.threads = threads
         self.device = device
         self.augment = augment
         self._normalize = Normalizer(mean, std, device)
-        self.resizes = device.type == "cuda" if resizes is None else resizes
         self.records = RecordReader(split)
-        self._resizing = ThreadPoolExecutor(threads, thread_name_prefix="resize")
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
-        self._pipeline = self._build()
+        # "cpu" for tests: the graph is the same.
+        self._pipeline = decode_and_resize(
+            self._next_inputs,
+            crop.interpolation,
+            "mixed" if device.type == "cuda" else "cpu",
+            not decodes_windows(),
+            batch_size=batch,
+            num_threads=max(1, workers),
+            device_id=device.index,
+        )
 
     def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield the batch of each draw, in order."""
@@ -181,22 +172,12 @@ class DaliReader:
         while self._run() is not None:
             pass
         self._raw_batches = self._read_raw(draws)
-        pending: deque[Callable[[], Batch]] = deque()
         while (decoded := self._run()) is not None:
-            if self.resizes:
-                pending.append(partial(self._finish, *decoded))
-            else:
-                pending.append(self._resize(*decoded))
-            # The threads resize one more while this one is used.
-            if self.resizes or len(pending) > 1:
-                yield pending.popleft()()
-        for finish in pending:
-            yield finish()
+            yield self._finish(*decoded)
 
     def close(self) -> None:
-        """End the reading threads, the resizing ones and DALI's."""
+        """End the reading threads and DALI's."""
         self.records.close()
-        self._resizing.shutdown(cancel_futures=True)
         del self._pipeline
 
     def _read_raw(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
@@ -221,23 +202,8 @@ class DaliReader:
         raw = next(self._raw_batches)
         self._in_flight.append(raw)
         *window, flip, _ = raw.crops
-        if not self.resizes:
-            return raw.jpegs, *window[:2]
         sizes = np.full((len(flip), 2), raw.size, np.float32)
         return raw.jpegs, *window, flip.astype(np.int32), sizes
-
-    def _build(self) -> Pipeline:
-        on_gpu = self.device.type == "cuda"
-        place = dict(
-            batch_size=self.batch,
-            num_threads=self.threads,
-            device_id=self.device.index if on_gpu else None,
-        )
-        if not self.resizes:
-            return decode_windows(self._next_inputs, **place)
-        how = "mixed" if on_gpu else "cpu"
-        whole = not decodes_windows()
-        return decode_and_resize(self._next_inputs, self.crop.interpolation, how, whole, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at a pass's end."""
@@ -262,45 +228,16 @@ class DaliReader:
                 images.clone(),
                 raw.uniforms[:, -self.augment.uniforms :],
             )
-        return self._normalized(images, raw)
-
-    def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> Batch:
-        """Return the batch with its padding as zeros, on the device."""
-        images = self._normalize(images_BCYX)
-        images[raw.samples :] = 0
+        images = self._normalize(images)
+        images[raw.samples :] = 0  # padding
         return images, to_device(raw.labels, self.device)
-
-    def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], Batch]:
-        """Resize the windows that DALI has decoded, in threads; return what waits for the batch."""
-        images_BYXC = torch.empty(len(raw.jpegs), raw.size, raw.size, 3, dtype=torch.uint8)
-        arrays = images_BYXC.numpy()
-
-        def resize(first: int) -> None:
-            for row in range(first, raw.samples, self.threads):
-                view = resample(
-                    np.asarray(outputs[0][row]), raw.crops, row, raw.size, self.crop.interpolation
-                )
-                if self.augment:
-                    uniforms = raw.uniforms[row, -self.augment.uniforms :]
-                    view = np.asarray(self.augment(Image.fromarray(view), uniforms))
-                arrays[row] = view
-
-        resized = self._resizing.map(resize, range(self.threads))
-
-        def wait() -> Batch:
-            for _ in resized:
-                pass
-            return self._normalized(images_BYXC.permute(0, 3, 1, 2).contiguous(), raw)
-
-        return wait
 
     def _explain(self, error: Exception) -> Exception:
         """Return what to raise for DALI's error, a record's if a strict decoder refuses it, too."""
         if OUT_OF_MEMORY.search(str(error).partition("Stacktrace")[0]):
-            memory = "GPU" if self.device.type == "cuda" else "host"
             return UserError(
-                f"DALI has too little memory on the {memory} to decode a batch of {self.batch} "
-                "images: lower MICRO_BATCH_SIZE, or raise gradient_accumulation"
+                f"DALI has too little memory to decode a batch of {self.batch} images: lower "
+                "MICRO_BATCH_SIZE, or raise gradient_accumulation"
             )
         # DALI does not name the record: a strict decoder finds it among the batches in flight.
         for raw in self._in_flight:

@@ -45,7 +45,10 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     # also without a suffix; backwards, so that of 1.jpg and 1.png the first is taken
     files = {_key(os.path.splitext(name)[0]): name for name in reversed(names)}
     files |= {_key(name): name for name in names}
-    header, rows = _read_rows(table.path, files)
+    header, rows = _read_rows(table.path)
+    # Else the first image would be left out.
+    if any(_key(cell) in files for cell in header):
+        raise UserError(f"{table.path}: its first line names an image; name the columns above it")
     columns = _find_columns(table, header, rows, files)
     by_split, refused = _match(rows, columns, files)
     count = f"rows or images without a match: {len(refused):,}"
@@ -84,24 +87,21 @@ def _key(name: str) -> str:
     return canonical_name(os.path.normpath(name.strip().replace("\\", "/")))
 
 
-def _read_rows(path: Path, files: Mapping[str, str]) -> tuple[Sequence[str], Rows]:
-    """Return the names of the columns, or their numbers, and the rows that are not empty."""
+def _read_rows(path: Path) -> tuple[Sequence[str], Rows]:
+    """Return the names of the columns, and the rows that are not empty."""
     text = read_text(path, MAX_TABLE).removeprefix("\ufeff")
-    first = text.partition("\n")[0]
-    delimiter = max(",;\t", key=first.count)
-    lines = io.StringIO(text, newline="")
-    # strict: a quote that is not closed would take in all that follows
     reader = csv.DictReader(
-        lines, restval="", delimiter=delimiter, skipinitialspace=True, strict=True
+        io.StringIO(text, newline=""),
+        restval="",
+        delimiter=max(",;\t", key=text.partition("\n")[0].count),
+        skipinitialspace=True,
+        strict=True,  # a quote that is not closed would take in all that follows
     )
     try:
-        header = reader.fieldnames or ()
-        if any(_key(cell) in files for cell in header):  # an image: there is no header
-            lines.seek(0)
-            header = reader.fieldnames = [str(number) for number, _ in enumerate(header, 1)]
-        return header, [(reader.line_num, row) for row in reader if any(row.values())]
+        rows = [(reader.line_num, row) for row in reader if any(row.values())]
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.reader.line_num}: {error}; mend it") from error
+    return reader.fieldnames or (), rows
 
 
 def _find_columns(

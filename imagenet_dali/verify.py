@@ -112,21 +112,16 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
 def _inspect_shards(
     root: Path, names: list[str], workers: int, max_refused: float
 ) -> dict[str, FinishedShard]:
-    """Index shards and return them by name; print what is wrong with them.
+    """Index shards and return them by name; print what is wrong with their records.
 
     Raises `UserError` for a shard whose records cannot all be found, and as `report_refused` does.
     """
     shards = {}
     refused = []
-    faults = []
     inspected = parallel_map(_inspect_shard, [(root, name) for name in names], workers)
     for shard in tqdm(inspected, total=len(names), unit="shard", disable=None):
         shards[shard.name] = shard
         refused += shard.refused
-        faults += shard.faults
-    if faults:
-        print_some(sorted(faults))
-        raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
     total = sum(len(shard.rows) for shard in shards.values()) + len(refused)
     report_refused(root, sorted(refused), total, max_refused)
     return shards
@@ -166,13 +161,15 @@ def _find_shards(root: Path, word: str) -> list[str]:
 
 
 def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
-    """Index the shard ``root / name``, given as that pair."""
+    """Index the shard ``root / name``, given as that pair.
+
+    Raises `UserError` where its records cannot all be found.
+    """
     root, name = task
     path = root / name
     rows = []
     refused = []
-    faults = []
-    number = 0
+    number = -1
     end = 0
     try:
         for number, (offset, record) in enumerate(scan(path)):
@@ -190,12 +187,13 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
                 rows.append(table_row(offset, record, image, label, height, width))
             except BadSampleError as error:
                 refused.append(f"{path}: record {number} at byte {offset}: {error}")
+        if not end:
+            raise BadSampleError("no records")
     except BadSampleError as error:
-        faults.append(f"{path}: after record {number}, at byte {end}: {error}")
-    if not end and not faults:
-        faults.append(f"{path}: no records")
-    table = np.array(rows, RECORD)
-    return FinishedShard(name, sha256_of(path), table, refused, faults=faults)
+        raise UserError(
+            f"{path}: {error}, after {number + 1} records, at byte {end}; copy or write it again"
+        ) from error
+    return FinishedShard(name, sha256_of(path), np.array(rows, RECORD), refused)
 
 
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:

@@ -20,14 +20,11 @@ def test_check_lists_all_that_is_wrong(data, capsys):
     main([*words, "--workers=2"])
     assert capsys.readouterr().out == f"{data}: every record is verified\n"
     shards = [spoil_record(data, "train", 2), spoil_record(data, "validation", 5)]
-    with pytest.raises(
-        UserError,
-        match="faults found: 2; copy the data set again, or delete it and prepare it again",
-    ):
+    remedy = "copy the data set again, or delete it and prepare it again"
+    with pytest.raises(UserError, match=f"faults found: 2; {remedy}"):
         main([*words, "--workers=1"])
-    assert capsys.readouterr().out.splitlines() == [
-        f"{shard}: differs from the manifest" for shard in shards
-    ]
+    lines = [f"{shard}: differs from the manifest" for shard in shards]
+    assert capsys.readouterr().out.splitlines() == lines
     shards[0].unlink()
     with pytest.raises(UserError, match="faults found: 1"):
         main(words)
@@ -86,6 +83,10 @@ IMAGE, LABEL = "image/encoded", "image/class/label"
 CMYK = encode(gradient().convert("CMYK"))
 
 
+FIRST = frame(b"one")
+SECOND = frame(b"two")
+
+
 @pytest.mark.parametrize(
     ("labels", "names", "more", "message"),
     [
@@ -102,13 +103,29 @@ CMYK = encode(gradient().convert("CMYK"))
         ),
         ([1], "", {IMAGE: (7, "int")}, r"not a tf.train.Example with one image/encoded \(bytes\)"),
         ([1], "", {LABEL: (-1, "int")}, "label -1 is no class number"),
+        # shards whose next record cannot be found
+        (FIRST + FIRST + SECOND[:-1], "", {}, "truncated, after 2 records, at byte 38"),
+        (FIRST + with_flipped_bit(SECOND, 0), "", {}, "checksum of the length"),
+        (FIRST + b"\x1f\x8b" + bytes(100), "", {}, "gunzip"),
+        (b"\x00", "", {}, "truncated, after 0 records, at byte 0"),
+        (b"", "", {}, "shard: no records"),
     ],
 )
 def test_what_is_no_data_set_is_refused(tmp_path, capsys, labels, names, more, message):
-    write_foreign(tmp_path / "train" / "shard", [(jpeg(), label) for label in labels], **more)
+    shard = tmp_path / "train" / "shard"
+    if isinstance(labels, bytes):
+        shard.parent.mkdir()
+        shard.write_bytes(labels)
+    else:
+        write_foreign(shard, [(jpeg(), label) for label in labels], **more)
     if names:
         (tmp_path / "labels.txt").write_text("\n".join(names))
-    assert_refused(tmp_path, message, capsys)
+    before = read_folder(tmp_path)
+    with pytest.raises(UserError) as error:
+        main(["--adopt", str(tmp_path), "--workers=1"])
+    assert re.search(message, f"{error.value} {capsys.readouterr().out}")
+    (tmp_path / "refused.txt").unlink(missing_ok=True)
+    assert read_folder(tmp_path) == before
 
 
 def test_bad_records_are_left_out_up_to_a_share(tmp_path, capsys):
@@ -125,30 +142,3 @@ def test_bad_records_are_left_out_up_to_a_share(tmp_path, capsys):
     assert capsys.readouterr().out == f"{lines}{tmp_path}: {done}\n"
     assert read_folder(tmp_path).items() >= shards.items()
     assert open_split(tmp_path, "train").read_span(0, 30) == good
-
-
-FIRST, SECOND = frame(b"one"), frame(b"two")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (FIRST + FIRST + SECOND[:-1], "after record 1, at byte 38: truncated"),
-        (FIRST + with_flipped_bit(SECOND, 0), "checksum of the length"),
-        (FIRST + b"\x1f\x8b" + bytes(100), "gunzip"),
-        (b"\x00", "after record 0, at byte 0: truncated"),
-        (b"", "train-0: no records"),
-    ],
-)
-def test_a_shard_whose_next_record_cannot_be_found_is_refused(tmp_path, capsys, content, message):
-    (tmp_path / "train-0").write_bytes(content)
-    assert_refused(tmp_path, message, capsys)
-
-
-def assert_refused(folder: Path, message: str, capsys) -> None:
-    before = read_folder(folder)
-    with pytest.raises(UserError) as error:
-        main(["--adopt", str(folder), "--workers=1"])
-    assert re.search(message, f"{error.value} {capsys.readouterr().out}")
-    (folder / "refused.txt").unlink(missing_ok=True)
-    assert read_folder(folder) == before

@@ -69,7 +69,6 @@ class FinishedShard:
     rows: np.ndarray  # dtype RECORD, one for each good image; ``shard`` is filled in later
     refused: list[str]  # a line for each image that is left out
     converted: int = 0  # images that were encoded again
-    faults: Sequence[str] = ()  # a line for each place after which records cannot be found
 
 
 def parallel_map(

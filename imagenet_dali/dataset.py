@@ -18,10 +18,6 @@ from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
 from imagenet_dali.tfrecord_format import BadSampleError, unframe
 
-# Scripts that write shards import these from here, as in earlier versions.
-from imagenet_dali.tfrecord_format import Example as Example
-from imagenet_dali.tfrecord_format import frame as frame
-
 FORMAT = 1
 MANIFEST = "manifest.json"
 LABELS = "labels.txt"

@@ -51,9 +51,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(data, corrupt, message):
         open_split(data, "train")
 
 
-def test_a_shard_that_went_is_named(data):
-    split = open_split(data, "validation")
+def test_the_fingerprint_is_of_every_shard(data):
+    before = open_split(data, "validation").fingerprint
     edit_manifest(data, lambda of: of["splits"]["validation"]["shards"][-1].update(sha256="other"))
-    assert open_split(data, "validation").fingerprint != split.fingerprint
-    split.shards[-1].unlink()
-    assert "No such file" in str(split.read_span(58, 60)[1])
+    assert open_split(data, "validation").fingerprint != before

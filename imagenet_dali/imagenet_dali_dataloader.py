@@ -22,7 +22,6 @@ from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, at_size, reflected
-from common.data.image_split import Record
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import RecordReader
@@ -194,7 +193,11 @@ class DaliReader:
             shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
             size = draw.image_size or self.size
             crops = at_size(self.crop, size)(shape, draw.uniforms)
-            jpegs = [_jpeg(record) for record in records]
+            jpegs = []
+            for record in records:
+                if isinstance(record, UserError):
+                    raise record
+                jpegs.append(np.frombuffer(record[0], np.uint8))
             yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, samples, size)
 
     def _next_inputs(self) -> tuple:
@@ -261,10 +264,3 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
     batch = torch.arange(len(images_BCYX), device=images_BCYX.device)[:, None, None]
     shifted_BYXC = images_BCYX.permute(0, 2, 3, 1)[batch, rows_BY[:, :, None], columns_BX[:, None]]
     return shifted_BYXC.permute(0, 3, 1, 2).contiguous()
-
-
-def _jpeg(record: Record) -> np.ndarray:
-    """Return the bytes of a record as DALI takes them; raise its error if it is bad."""
-    if isinstance(record, UserError):
-        raise record
-    return np.frombuffer(record[0], np.uint8)

@@ -39,15 +39,11 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsy
         assert f"precision              {dtype} on this CPU" in planned
     lacks = f"\nfp16: AMP_TYPE.TORCH in float32: this CPU ({instruction_set()}) has no bfloat16"
     assert lacks in train_on(False, "MAX_STEPS=4")
-    train_on(True, "MAX_STEPS=8")
+    assert "computing in bfloat16 from here on (was float32)\n" in train_on(True, "MAX_STEPS=8")
     assert "computing in float32 from here on (was bfloat16)\n" in train_on(False)
-    again = train_on(True, "NUM_EPOCHS=5")
-    assert "computing in bfloat16 from here on (was float32)\n" in again
-    top1 = read_metrics(tmp_path / "run")[-1]["top1"]
-    assert f"with top1={top1:.4f};" in " ".join(train_on(True, "NUM_EPOCHS=5").split())
     written = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert written["plan"]["dtype"] == "bfloat16"
-    assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16"] * 2
+    assert written["plan"]["dtype"] == "float32"
+    assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16", "float32"]
 
 
 def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
@@ -72,9 +68,8 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
     assert "recipe is vit_s16_vanilla" in run_forked(main, [script, "--help"]).stdout
 
 
-def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
+def test_every_data_set_has_its_own_evaluation(tmp_path, capsys):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
-    monkeypatch.setenv("DATA", "/elsewhere")
     images = tmp_path / "images"
     tested = tmp_path / "testset"
     output = tmp_path / "run"
@@ -83,8 +78,6 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
     train(tmp_path, "run", f"DATA.root={images}", *FOLDER)
     said = " ".join(capsys.readouterr().out.split())
-    unused = "DATA=/elsewhere in the environment is not used, because the config sets"
-    assert f"{unused} DATA.root={images}" in said
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
     prepare.prepare(tested, tmp_path / "shards", split="test")
     counted = f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n"
@@ -98,10 +91,9 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     ):
         evaluate.main([str(output), *more])
         assert f"data {place}" in " ".join(capsys.readouterr().out.split())
-    found = {
-        path.parent.name: json.loads(path.read_text())
-        for path in output.glob("evaluation/*/evaluation.json")
-    }
+    found = {}
+    for path in output.glob("evaluation/*/evaluation.json"):
+        found[path.parent.name] = json.loads(path.read_text())
     assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 8, 30]
     assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
 
@@ -129,24 +121,14 @@ def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("setting", "ours"),
-    [
-        ("TOTAL_BATCH_SIZ=1", "TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
-        (
-            "DATA.loader=dali",
-            "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
-            "or install nvidia-dali-cuda130",
-        ),
-    ],
-)
-def test_torchruns_own_lines_do_not_hide_a_mistake(setting, ours, colours, tmp_path):
+def test_torchruns_own_lines_do_not_hide_a_mistake(colours, tmp_path):
     """The launch script shows our line alone, of the first rank."""
-    arguments = (
-        f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set {setting}"
-    )
+    arguments = f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run"
     (tmp_path / "nvidia").mkdir()
     (tmp_path / "nvidia" / "__init__.py").touch()  # hides NVIDIA's packages
     place = dict(NPROC_PER_NODE="2", DATA=str(colours), PYTHONPATH=str(tmp_path))
     answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, **place)
-    assert answer.stderr.splitlines() == [f"error: {ours}"]
+    assert answer.stderr == (
+        "error: DATA.loader='dali': NVIDIA DALI is not installed; add --set "
+        "DATA.loader=torchvision, or install nvidia-dali-cuda130\n"
+    )

@@ -73,6 +73,7 @@ def list_containers(root: Path, containers: list[str], split: str | None) -> Ima
             raise UserError(
                 f"{root}: no labelled images for the split {name} in {', '.join(containers[:3])}"
             )
+    # WebDataset has numbers only: the numbers are then the names.
     if class_names is None:
         class_names = _number_classes(root, {label for _, label in next(iter(splits.values()))})
     positions = {}
@@ -204,6 +205,7 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
             # Keep the first by suffix: masks and other views of the sample are left out.
             images[key] = min(image, images.get(key, image))
         elif suffix == "cls":
+            # Read now, since it is needed to list the image, whose own bytes are read later.
             file.seek(member.offset_data)
             # A label that is no number is refused below, if it belongs to an image.
             with suppress(ValueError):

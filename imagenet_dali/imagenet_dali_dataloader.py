@@ -205,6 +205,7 @@ class DaliReader:
         raw = next(self._raw_batches)
         self._in_flight.append(raw)
         *window, flip, _ = raw.crops
+        # An input, not an argument of the graph: epochs may have images of several sizes.
         sizes = np.full((len(flip), 2), raw.size, np.float32)
         return raw.jpegs, *window, flip.astype(np.int32), sizes
 

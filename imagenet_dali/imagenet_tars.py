@@ -39,6 +39,7 @@ def list_imagenet_tars(root: Path) -> ImageListing:
             flat.append(name)
             positions[name] = TarPosition(VALIDATION_TAR, member.offset_data, member.size)
     if flat:
+        # Sorted: the devkit's numbers are in the order of names, which a tar need not keep.
         labelled, classes = label_by_devkit(root, root / VALIDATION_TAR, sorted(flat), classes)
         splits["validation"] = labelled
     return ImageListing(root, classes, splits, positions)
@@ -70,6 +71,7 @@ def label_by_devkit(
             f"{path}: {min(missing)} is no class of the training images; complete the download"
         )
     listed = [(file, labels[synsets[number]]) for file, number in zip(files, numbers, strict=True)]
+    # Only now: two synsets may have the same words, as "crane" is a bird and a machine.
     words = dict(zip(table["WNID"].tolist(), table["words"].tolist(), strict=True))
     return listed, [words.get(synset, synset) for synset in classes]
 

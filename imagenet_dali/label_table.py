@@ -66,7 +66,9 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     check_split(root, by_split, split)
     wanted = [split] if split else ["train", "validation"]
     chosen = {name: by_split[name] for name in wanted if name in by_split}
+    # Without a column of splits all images are train, or the split that is asked for.
     chosen = chosen or {wanted[0]: by_split[""]}
+    # A test split alone is numbered as train is, whose classes it may lack.
     known = by_split.get("train") or chosen[wanted[0]]
     labels = {name: label for label, name in enumerate(sorted({*known.values()}))}
     if len(labels) < 2 and not split:
@@ -149,9 +151,10 @@ def _match(
         label = canonical_name(row[columns["label"]].strip())
         word = row[columns["split"]] if "split" in columns else "train"
         split = SPLIT_NAME.fullmatch(word)
+        # A row with a fault leaves an entry too: its image is not counted again, as without a row.
         answers = found[path]
         fault = ""
-        if None in row:
+        if None in row:  # csv's key for cells beyond the header's
             fault = "more cells than columns; names with commas need quotes"
         elif not path:
             fault = "no such image"

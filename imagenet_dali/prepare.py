@@ -188,6 +188,7 @@ def prepare(
     listed in ``refused.txt``; more than `max_refused` of them raise `UserError` and leave only that
     list.
     """
+    # A rerun would list the shards as files of SOURCE.
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     earlier = _read_job(dest)
@@ -243,7 +244,7 @@ def _report_refused(
     except UserError:
         # The images can then be mended and the command rerun.
         for folder in (PARTIAL, *source.splits):
-            shutil.rmtree(dest / folder, ignore_errors=True)
+            shutil.rmtree(dest / folder, ignore_errors=True)  # not every split was begun
         raise
 
 
@@ -286,6 +287,7 @@ def plan_shards(source: ImageListing, shards: int | None) -> dict[str, Files]:
         # Shards are read in blocks, which have to be random samples of the classes.
         # A string as the seed: Python hashes it the same way in every process and version.
         shuffled = _shuffle(files, source.positions, random.Random(f"0/{split}"))
+        # A split of few images still gets a shard.
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
         for i in range(number):

@@ -178,6 +178,7 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
                 image, label = parse_example(unframe(record))
                 # Strictly: training decodes it without another check.
                 height, width, color_space = check_jpeg(image)
+                # The table has 32 bits: a larger number would wrap around to another class.
                 if not 0 <= label < 2**31:
                     raise BadSampleError(f"label {label} is no class number")
                 if color_space not in ("YCbCr", "Gray", "RGB"):

@@ -270,6 +270,7 @@ def write_dataset(
 def _write_table(root: Path, split: str, shards: list[FinishedShard]) -> dict[str, Any]:
     """Write the record table of a split; return the split's entry in the manifest."""
     rows = np.concatenate([shard.rows for shard in shards])
+    # Numbered here: a worker does not know which shards come before its own.
     rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
     buffer = io.BytesIO()
     np.save(buffer, rows)

@@ -126,6 +126,9 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
     said = capsys.readouterr().out
     assert said.count("train-0.parquet: images of column image, labels of label\n") == 1
 
+    for source in ("folder", "tars"):
+        with pytest.raises(UserError, match=f"{source}: no test split, only train, validation; na"):
+            list_source(tmp_path / source, split="test")
     (folder / "train/n03").rename(tmp_path / "n03")
     with pytest.raises(UserError, match="n03 is no class of the training images; complete the do"):
         list_source(folder)

@@ -201,7 +201,7 @@ def test_a_class_behind_a_broken_link_is_refused(tmp_path):
 
 
 def test_samples_of_one_name_are_all_there(tmp_path):
-    views = {"0.png": b"another", "0.mask.jpg": b"", "0.jpg": b"", "0.cls": b"0"}
+    views = {"0.bmp": b"another", "0.mask.jpg": b"", "0.jpg": b"", "0.cls": b"0"}
     samples = tar_of(views | {"1.TIFF": b"", "1.cls": b"1"})
     tars = dict.fromkeys(("Training/0.tar", "Training/1.tar", "val0/0.tar"), samples)
     source = list_source(fill(tmp_path, tars | {"testing-0.tar": b""}))

@@ -328,8 +328,10 @@ def test_dali(windows, monkeypatch, record):
     decodes_windows()  # loads DALI's nvJPEG
     monkeypatch.setattr("imagenet_dali.imagenet_dali_dataloader.decodes_windows", lambda: windows)
     data = load_config("vit-b16")["DATA"] | {"root": str(photographs()), "loader": "dali"}
+    # Without workers, which would be left behind.
+    on_cpu = data | {"workers": 0}
     expected, _ = next(
-        iter(build_eval_loader(data, 256, image_size=224, device=torch.device("cpu")))
+        iter(build_eval_loader(on_cpu, 256, image_size=224, device=torch.device("cpu")))
     )
     images, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=DEVICE)))
     loader, work = (

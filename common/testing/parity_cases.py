@@ -59,6 +59,7 @@ OPTIMIZERS = {
         "layer_decay": 0.65,
         "decay_all": False,
         "max_grad_norm": 0.1,
+        "bias_correction": True,
     },
     "muon": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
     "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
@@ -124,14 +125,23 @@ def build_engine(
     return build_training(config, criterion, model=build_tiny_model(**arguments))[:3]
 
 
-def own_batches(steps: int) -> list[Batch]:
-    """Return the micro-batches of this data-parallel rank of the launch."""
-    rank, size = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
-    return list(micro_batches(steps, rank, size))
-
-
 def fit(engine: Engine, steps: int = STEPS) -> list[float]:
-    """Train on `own_batches` through the trainer; return their losses."""
+    """Train through the trainer; return the losses of all ranks' micro-batches.
+
+    The first step and the second follow one that all ranks have to skip: on the first rank its
+    second micro-batch has no label, so that cross-entropy is NaN and its gradient 0.
+    """
+    rank, size = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    first, second, *others = micro_batches(steps, rank, size)
+    images, labels = second
+    if gpc.get_global_rank() == 0:
+        missing = torch.full_like(labels["target"], -100)
+        labels = labels | {"target": missing, "other": missing}
+    skipped = [first, (images, labels)]
     losses = Losses()
-    Trainer(engine).fit(own_batches(steps), 1, hooks=[losses])
-    return losses.values
+    batches = [*skipped, first, second, *skipped, *others]
+    Trainer(engine).fit(batches, 1, hooks=[losses])
+    optimizer = engine.optimizer
+    assert list(optimizer.counter.state_dict().values()) == [steps + 2, 2, 0]
+    assert optimizer.scaler is None or optimizer.scaler.get_scale() == 2.0**14  # halved twice
+    return losses.values[2:4] + losses.values[6:]

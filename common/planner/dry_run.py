@@ -14,7 +14,7 @@ from common.config.plan import DataSummary, Plan
 from common.config.schema import known_keys
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.noise_scale import UNMEASURED
-from common.engine.tensor_parallel.layout import describe_tensor_parallel, resolve_parallel
+from common.engine.tensor_parallel.layout import resolve_parallel
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_images_per_s
@@ -60,11 +60,6 @@ def print_dry_run(
         if not torch.cuda.is_available():
             rows["time here"] = f"at least {_least_time(config, phases, images)}, on this CPU"
     rows |= notes
-    if plan.tensor_parallel > 1:
-        model = build_on_meta(config["MODEL"])
-        rows["each rank holds"] = describe_tensor_parallel(
-            config["parallel"], model, plan.micro_batch
-        )
     for name, value in rows.items():
         if value:
             print_wrapped(f"{name:<{INDENT}}{value}", INDENT)

@@ -88,11 +88,6 @@ class Shard:
             local = padded
         self._view(full).copy_(self._orient(local).unflatten(0, (self.fused, -1)))
 
-    def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
-        """Return the number of elements of a shard, given the group sizes."""
-        # The sizes are an argument: before a launch there are no groups to ask.
-        return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
-
     def _view(self, full: Tensor) -> Tensor:
         """Return this rank's shard of ``full``, before ``part``, as a view [fused, ...]."""
         view = full.unflatten(0, (self.fused, -1))  # for qkv: [3 D, D] to [3, D, D]
@@ -165,20 +160,6 @@ LAYOUTS = {
         ),
     ),
 }
-
-
-def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | None, int]:
-    """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks; 1 for None."""
-    q = math.isqrt(size // depth)  # side of a square
-    side = round(size ** (1 / 3))  # side of a cube
-    by_mode: dict[str, Any] = {
-        "1d": {},
-        "2d": {ROW_2D: q, COL_2D: q},
-        "2.5d": {ROW_2P5D: q, COL_2P5D: q, DEPTH_2P5D: depth, XZ_2P5D: q * depth},
-        "3d": dict.fromkeys((INPUT_3D, WEIGHT_3D, OUTPUT_3D), side)
-        | dict.fromkeys((INPUT_X_WEIGHT_3D, OUTPUT_X_WEIGHT_3D), side * side),
-    }
-    return {None: 1, TENSOR: size} | by_mode[mode]
 
 
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
@@ -293,8 +274,12 @@ def check_tensor_parallel(
     heads = model["heads"]
     width = model["width"]
     hidden_width = int(width * model["mlp_ratio"])
-    sizes = group_sizes(mode, size, tensor.get("depth", 1))
-    side = _heads_split(mode, sizes)
+    depth = tensor.get("depth", 1)
+    # The ranks along a side of the square or cube; the heads are split over so many.
+    power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
+    side = round((size // depth) ** (1 / power))
+    # Between blocks so many ranks have different samples.
+    samples = {"1d": 1, "2d": side, "2.5d": side * depth, "3d": side**2}[mode]
     # 3d splits a weight along its input channels twice.
     unit = side**2 if mode == "3d" else side
     rules = (
@@ -302,7 +287,7 @@ def check_tensor_parallel(
         # All heads have the same number of channels.
         ("MODEL.width", width, math.lcm(unit, heads)),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, unit),
-        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[LAYOUTS[mode].samples]),
+        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
     )
     for name, value, divisor in rules:
         if value % divisor:
@@ -310,32 +295,3 @@ def check_tensor_parallel(
                 f"{name}={value} is not a multiple of {divisor}, which parallel.tensor mode "
                 f"{mode!r} of size {size} requires; nearest: {nearest_multiples(value, divisor)}"
             )
-
-
-def _heads_split(mode: str, sizes: Mapping[ParallelMode | None, int]) -> int:
-    """Return over how many ranks the heads are split; in 1d no channels between blocks are."""
-    return sizes[TENSOR if mode == "1d" else LAYOUTS[mode].channels]
-
-
-def describe_tensor_parallel(
-    parallel: Mapping[str, Any], model: nn.Module, micro_batch: int
-) -> str:
-    """Describe what each rank of a tensor-parallel group has of the whole; all have as much.
-
-    ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta
-    device.
-    """
-    tensor = parallel["tensor"]
-    mode = tensor["mode"]
-    layout = LAYOUTS[mode]
-    sizes = group_sizes(mode, tensor["size"], tensor.get("depth", 1))
-    shards = [shard for _, shard in plan_shards(model, mode)]
-    local = sum(shard.numel(sizes) for shard in shards)
-    full = sum(math.prod(shard.shape) for shard in shards)
-    width: Any = model.head.in_features
-    heads: Any = model.heads
-    return (
-        f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
-        f"{width // sizes[layout.channels]} of {width} channels between blocks, "
-        f"{heads // _heads_split(mode, sizes)} of {heads} heads, {local:,} of {full:,} parameters"
-    )

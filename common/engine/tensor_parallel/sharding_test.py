@@ -1,4 +1,4 @@
-"""A sharded model in use: each rank's share, masks, recomputed activations, and layer norm.
+"""A sharded model in use: masks, recomputed activations, and layer norm.
 
 parity_test.py and amp_test.py compare whole models.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.tensor_parallel.layers import ShardedLayerNorm
-from common.engine.tensor_parallel.layout import LAYOUTS, describe_tensor_parallel
+from common.engine.tensor_parallel.layout import LAYOUTS
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
 from common.testing.parity_cases import (
@@ -39,20 +39,9 @@ def look_around(case: str) -> dict[str, Any]:
         groups = (ParallelMode.DATA, layout.samples, layout.channels)
         return {
             "position": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
-            "share": share(),
             "masks": masks(),
             "recomputed": recomputed_gradients(),
         }
-
-
-def share() -> tuple[int, ...]:
-    """Return this rank's samples of 16, channels, heads of 8 channels, and parameters."""
-    model = shard_model(build_tiny_model())
-    shapes = []
-    model.blocks[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    model(torch.randn(16, 3, 16, 16))
-    heads = len(model.blocks[0].attn.qkv.bias) // 24
-    return shapes[0][0], shapes[0][2], heads, sum(p.numel() for p in model.parameters())
 
 
 def masks() -> dict[str, Tensor]:
@@ -85,16 +74,6 @@ def recomputed_gradients() -> list[list[Tensor]]:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert len(passes) == 3  # one recomputed
     return gradients
-
-
-@in_every_mode
-def test_ranks_have_the_share_that_is_announced(case):
-    full = build_tiny_model()
-    announced = describe_tensor_parallel(CASES[case][1]["parallel"], full, 16)
-    parameters = sum(p.numel() for p in full.parameters())
-    words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
-    for answer in on_ranks(case):
-        assert announced == f"{words.format(*answer['share'])}{parameters:,} parameters"
 
 
 @in_every_mode

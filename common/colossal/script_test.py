@@ -178,6 +178,7 @@ SCRIPTS = [
     (2, TENSOR, LAYERS, "Linear1D of colossalai.legacy.nn is not supported: build the model of"),
     (1, "{}", LAYERS, "built"),
     (1, "dict(gradient_acumulation=2)", "", "config: unknown key gradient_acumulation; did you"),
+    (1, "dict(gradient_accumulation=9)", EVALUATE, "fewer batches than gradient_accumulation"),
     (2, "{}", EVALUATE, "differs by -?0.0"),
     (4, "{}", EVALUATE, "differs by -?0.0"),
     (4, RECIPE, SHOW_CONFIG.replace("EXPECTED", RECIPE), "as expected True 4 4 gloo"),

@@ -3,13 +3,10 @@
 import json
 import os
 import random
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
@@ -53,19 +50,6 @@ def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
     assert drawn == (random.Random(7).random(), np.random.RandomState(7).rand(), torch.rand(1))
     assert api.get_accelerator().name == "cpu"
     assert gpc.config is None
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend, monkeypatch):
-    with launched(), mock.patch.dict(gpc._groups):
-        monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0))
-        monkeypatch.setattr(dist, "get_backend", lambda: backend)
-        new_group = mock.Mock()
-        monkeypatch.setattr(dist, "new_group", new_group)
-        gpc.init_parallel_groups()
-        monkeypatch.undo()
-    seconds = {(given, timeout.seconds) for (_, timeout, given), _ in new_group.call_args_list}
-    assert seconds == ({(None, 600)} if backend == "gloo" else {(None, 720), ("gloo", 600)})
 
 
 IMPORT = """

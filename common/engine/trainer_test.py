@@ -1,9 +1,7 @@
 """The training loop: what hooks see and when, how it counts, when it evaluates and stops."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from common.engine.engine import initialize
-from common.engine.hooks import LossHook, LRSchedulerHook
-from common.engine.step_optimizer import OncePerStep
+from common.engine.hooks import LRSchedulerHook
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, gpc
-from common.errors import UserError
 from common.testing.ranks import launched, run_ranks
 
 
@@ -66,9 +62,7 @@ def fit(
         return trainer
 
 
-def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
-    reported: list[str] = []
-    monkeypatch.setattr("common.engine.trainer.set_activity", reported.append)
+def test_hooks_are_called_in_order():
     recorder = Recorder()
     fit([recorder], batches=2, test_batches=1)
     called = " ".join(name for name, _ in recorder.values)
@@ -78,23 +72,12 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
         "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch "
         "after_test after_train"
     )
-    phases = ("waiting for data", "forward and backward", "hooks after the step")
-    assert reported == [
-        *(f"step {step}: {phase}" for step in (1, 2) for phase in phases),
-        "evaluating after step 2: waiting for data",
-        "evaluating after step 2: forward",
-        "evaluating after step 2: summing metrics",
-        "ending",
-    ]
 
 
-def test_counts_with_accumulation(monkeypatch):
-    # a second passes between two looks at the clock
-    clock = SimpleNamespace(perf_counter=iter(range(99)).__next__)
-    monkeypatch.setattr("common.engine.trainer.time", clock)
+def test_counts_with_accumulation():
     counts = Recorder(lambda t: (t.step, t.update_done, t.cur_step, t.cur_epoch))
     rates = Recorder(lambda t: (t.learning_rate, t.engine.optimizer.param_groups[1]["lr"]))
-    trainer = fit([counts, rates], batches=5, accumulation=2)
+    fit([counts, rates], batches=5, accumulation=2)
     assert counts.seen("after_train_iter") == [
         (0, False, 0, 0),
         (1, True, 1, 0),
@@ -103,14 +86,11 @@ def test_counts_with_accumulation(monkeypatch):
     ]
     # The rates are (last step's, next step's).
     assert rates.seen("after_train_iter") == [(0, 1), (1, 1 / 2), (1, 1 / 2), (1 / 2, 1 / 3)]
-    assert (trainer.steps_per_epoch, trainer.data_wait) == (2, 4)
-    trainer.load_state_dict(trainer.state_dict())
-    assert trainer.cur_step == 4
 
 
 @pytest.mark.parametrize(
     ("accumulation", "max_steps", "evaluated_at"),
-    [(1, None, [8, 16, 20]), (1, 8, [8]), (1, 10, [8, 10]), (2, 5, [4, 5])],
+    [(1, None, [8, 16, 20]), (2, 5, [4, 5])],
 )
 def test_evaluation_and_end(accumulation, max_steps, evaluated_at):
     recorder = Recorder(lambda trainer: (trainer.step, trainer.engine.training))
@@ -171,31 +151,6 @@ def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoc
     resumed = rates(Resumes(9, 2, 1, 8))
     assert "[Epoch 3 / Train]: 100%|██████████| 4/4 [" in capsys.readouterr().err
     assert resumed == pytest.approx(rates()[9:])
-
-
-def test_a_hook_that_needs_the_loss_of_an_evaluation_gets_it():
-    quiet, loss = BaseHook(0), LossHook()
-    quiet.needs_test_loss = False
-    metric = fit([quiet, loss], test_batches=2).states["metrics"]["test"]["Loss"]
-    # A second hook reads the same value.
-    assert metric.get_accumulated_value() == metric.get_accumulated_value() > 0
-
-
-def test_a_schedule_may_take_the_loss_of_an_evaluation():
-    OncePerStep(schedule := Mock(), SimpleNamespace(accumulated=0)).step(0.5)
-    schedule.step.assert_called_once_with(0.5)
-
-
-class Stops(BaseHook):
-    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = True
-
-
-def test_after_a_hook_has_ended_it_training_can_go_on():
-    trainer = fit([Stops(0)])
-    assert (trainer.step, trainer.stopping) == (1, False)
-    with pytest.raises(UserError, match="fewer batches than gradient_accumulation"):
-        fit(batches=1, accumulation=2)
 
 
 def statistics_in_evaluation() -> list[list[float]]:

@@ -1,6 +1,6 @@
 """The engine: model, loss and optimizer in the parallel mode and precision of the config."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -157,7 +157,6 @@ def initialize(
     train_dataloader: Any = None,
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
-    ophooks: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
@@ -171,14 +170,9 @@ def initialize(
     `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
 
     Raises:
-        UserError: for ``ophooks``, and for a ``parallel`` or ``zero`` that `shard_model` has not
-            applied to ``model``, or an optimizer that does not fit them.
+        UserError: for a ``parallel`` or ``zero`` that `shard_model` has not applied to ``model``,
+            or an optimizer that does not fit them.
     """
-    if ophooks:
-        raise UserError(
-            f"initialize(ophooks={ophooks}): hooks of operators are not supported: omit them, or "
-            "use PyTorch's module hooks"
-        )
     config = gpc.config
     _check_sharded(model, optimizer, config)
     set_backends(config)

@@ -53,41 +53,27 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     layout = LAYOUTS[mode]
     # Lists: the loops change what they walk through.
     for name, shard in list(plan_shards(model, mode)):
-        _cut(model, name, shard)
+        full = model.get_parameter(name)
+        local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
+        # `gather_full`, `sum_partial_gradients` and the norm read it.
+        local.shard = shard
+        layer, _, role = name.rpartition(".")
+        setattr(model.get_submodule(layer), role, local)
     for name, layer in list(model.named_modules()):
         substitute = _substitute(name, layer, mode, layout)
         if substitute is not None:
             model.set_submodule(name, substitute)
     if layout.samples is not None:
         # Here a batch is cut: the rank computes on its samples, and the logits are gathered again.
-        model.register_forward_pre_hook(partial(_take_samples, group=layout.samples))
-        model.register_forward_hook(partial(_gather_samples, group=layout.samples))
+        size = gpc.get_world_size(layout.samples)
+        rank = gpc.get_local_rank(layout.samples)
+        # [B, C, Y, X] to [B / size, C, Y, X]
+        model.register_forward_pre_hook(lambda _, args: args[0].unflatten(0, (size, -1))[rank])
+        # Its backward pass takes the gradients of this rank's samples.
+        model.register_forward_hook(
+            lambda _, args, logits: gather_forward_split_backward(logits, layout.samples, 0)
+        )
     return model
-
-
-def _take_samples(_: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
-    """Return this rank's samples of the images [B, C, Y, X]."""
-    (images,) = inputs
-    shares = images.unflatten(0, (gpc.get_world_size(group), -1))
-    rank = gpc.get_local_rank(group)
-    return (shares[rank],)
-
-
-def _gather_samples(
-    _: nn.Module, inputs: tuple[Tensor], logits: Tensor, group: ParallelMode
-) -> Tensor:
-    """Return the logits of all samples; the backward pass takes this rank's gradients."""
-    return gather_forward_split_backward(logits, group, 0)
-
-
-def _cut(model: nn.Module, name: str, shard: Shard) -> None:
-    """Replace the parameter ``name`` by this rank's shard, with ``shard`` as an attribute."""
-    layer, _, role = name.rpartition(".")
-    full = model.get_parameter(name)
-    local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
-    # `gather_full`, `sum_partial_gradients` and the norm read it.
-    local.shard = shard
-    setattr(model.get_submodule(layer), role, local)
 
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:

@@ -1,16 +1,11 @@
-"""Muon against torch.optim.Muon and AdamW side by side, and its launches."""
+"""Muon against torch.optim.Muon and AdamW side by side."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from common.config.load import load_config
-from common.model.build import build_on_meta
 from common.optim import muon
-from common.optim.build import build_optimizer
 from common.optim.muon import Muon, count_matrices, orthogonalize
-from common.testing.ranks import run_ranks
-from common.testing.simulated_gpu import CUDA, simulate_gpu
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 SHAPES = [(3, 32, 32), (1, 64, 32), (1, 32, 64), (1, 32, 32), (1, 64, 32)]
@@ -65,23 +60,6 @@ def test_iterates_in_bfloat16_if_asked():
     matrix = torch.randn(32, 64)
     exact, rounded = (orthogonalize([matrix], 32, bfloat16)[0] for bfloat16 in (False, True))
     assert 0.001 < (rounded - exact).norm() / exact.norm() < 0.02
-
-
-def count_launches() -> int:
-    gpu = simulate_gpu()
-    model = build_on_meta(load_config("vit_lite_fast")["MODEL"]).to_empty(device=CUDA)
-    optimizer = build_optimizer(model, "muon")
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    before = gpu.kernels[True]
-    optimizer.step()
-    return gpu.kernels[True] - before
-
-
-def test_launches_of_an_update():
-    """25 for each of three shapes of matrices, whatever the depth, and AdamW's two."""
-    assert run_ranks(1, count_launches) == [77]
 
 
 def test_which_parameters_are_how_many_matrices():

@@ -92,6 +92,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     mode = options.pop("mode", None)
     if mode is None:
         return MixedPrecision()
+    # What is left in `options` after these are the loss scaler's.
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
     dtype = _parse_dtype(options.pop("dtype", None), device_type)
     cast = CASTS[opt_level or mode]
@@ -136,6 +137,7 @@ def name_dtype(dtype: torch.dtype | str) -> str:
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     """Return ``dtype`` or its name as a dtype; for None the fastest that the device has."""
     if dtype is not None:
+        # A config may say "float16", a script torch.float16.
         return getattr(torch, name_dtype(dtype))
     if device_type == "cpu":
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
@@ -180,6 +182,7 @@ def _forward_in_own_type(
     They must have the same dtype, and half-precision statistics would be too coarse.
     """
     tensors = (*layer.parameters(), *layer.buffers())
+    # Without parameters and statistics a batch norm has no dtype of its own.
     own_dtype = tensors[0].dtype if tensors else torch.float32
     return forward(inputs.to(own_dtype)).to(dtype)
 

@@ -97,7 +97,8 @@ class Engine(UpstreamEngine):
         model: Any = self.model
         if self.training:
             self.on_phase("forward")
-        is_last = self.optimizer.next_is_last_micro_batch
+        # Gradients cross ranks in the backward pass of the last micro-batch only.
+        is_last = self.optimizer.accumulated + 1 == self.optimizer.accumulation
         skips_sync = isinstance(model, DistributedDataParallel) and not is_last
         if skips_sync and model.static_graph:
             # DDP records a static graph in its first pass, which must not skip the all-reduce. No

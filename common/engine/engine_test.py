@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from common.engine import compiler
-from common.engine.compiler import should_compile
+from common.engine.compiler import compile_model, should_compile
 from common.engine.engine import WholeSteps, initialize
 from common.engine.upstream import gpc
 from common.optim.build import build_optimizer
@@ -80,6 +80,13 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):
     assert all(block._compiled_call_impl is None for block in model.blocks)
 
 
+def test_dynamo_may_compile_every_block():
+    """Beyond the limit it goes on eagerly."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compile_model(build_tiny_model(depth=9), True, "eager")
+        assert torch._dynamo.config.recompile_limit == 36
+
+
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
     monkeypatch.setattr(compiler, "_missing", lambda _: "")
     with launched():
@@ -93,8 +100,10 @@ def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"TF32": False, "cudnn_benchmark": True}, ("highest", False, True, False)),
-        ({"TF32": False, "cudnn_deterministic": True}, ("highest", False, False, True)),
+        (
+            {"TF32": False, "cudnn_benchmark": True, "cudnn_deterministic": True},
+            ("highest", False, True, True),
+        ),
         ({}, ("high", True, False, False)),
     ],
 )

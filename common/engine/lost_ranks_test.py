@@ -34,12 +34,8 @@ def compute() -> None:
     time.sleep(1000)
 
 
-def kill() -> None:
-    signal.raise_signal(signal.SIGKILL)
-
-
-def stop() -> None:
-    signal.raise_signal(signal.SIGSTOP)
+kill = partial(signal.raise_signal, signal.SIGKILL)
+stop = partial(signal.raise_signal, signal.SIGSTOP)
 
 
 def train(

@@ -116,6 +116,7 @@ class NoiseScale:
         self.norms[copies].append(torch.linalg.vector_norm(grad, dtype=dtype))
 
     def _keep(self, key: tuple[int, ParallelMode], number: int, grad: Tensor) -> None:
+        # A copy: autograd may add the next micro-batch's gradient to this tensor in place.
         self.parts[key][number] = grad.clone()
 
     def add_micro_batch(self) -> None:

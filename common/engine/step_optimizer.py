@@ -110,11 +110,6 @@ class StepOptimizer(OptimizerWrapper):
         self.statistics: list[Tensor] = []  # the batch norms' running statistics, flat
 
     @property
-    def next_is_last_micro_batch(self) -> bool:
-        """Whether the next micro-batch is the last of its step."""
-        return self.accumulated + 1 == self.accumulation
-
-    @property
     def skipped(self) -> int:
         """The number of skipped updates; reading it waits for the device."""
         return int(self.counter.total.item())

@@ -221,6 +221,7 @@ def _rendezvous(
     host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if is_one_node else first)
     if not host:
         raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
+    # Not `hash`, whose value differs between processes.
     derived = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
     port = _integer("MASTER_PORT", environ) if "MASTER_PORT" in environ else derived
     return {"host": host, "port": args.port or port}

@@ -3,15 +3,12 @@
 import argparse
 import os
 from collections.abc import Mapping
-from unittest import mock
-from unittest.mock import DEFAULT
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common.engine.groups import shutdown
-from common.engine.upstream import ParallelMode, gpc
 from common.errors import RankError, UserError
 from common.hardware import rank_cores
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
@@ -143,40 +140,35 @@ def test_what_is_refused(line, environ, message):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "gpus", "is_refused"),
-    [("torch", 1, True), ("slurm", 5, True), ("slurm", 1, False), ("args", 4, False)],
+    ("launcher", "gpus", "end"),
+    [("torch", 1, RankError), ("slurm", 5, RankError), ("slurm", 1, OSError), ("args", 4, OSError)],
 )
-def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch):
+def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, end, monkeypatch):
     """Two processes on one GPU end in NCCL's "Duplicate GPU".
 
     A launcher may show each process its own GPU only.
     """
+    join = Mock(side_effect=OSError)  # of what is not refused
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    launch = Launch(launcher, 5, 5, 8, "localhost", 1, "nccl")
-    with mock.patch.multiple("common.launch.detect", join_groups=DEFAULT, gather=DEFAULT) as mocks:
-        if is_refused:
-            with pytest.raises(RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start"):
-                init_distributed(launch, {})
-        else:
-            mocks["gather"].return_value = []
-            init_distributed(launch, {"SEED": 7, "TIMEOUT": 9})
-            options = dict(seed=7, verbose=False, timeout=9, shared=None)
-            assert mocks["join_groups"].call_args.kwargs == options | {"local_rank": 5 % gpus}
+    monkeypatch.setattr("common.launch.detect.join_groups", join)
+    with pytest.raises(end):
+        init_distributed(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7})
+    if end is OSError:
+        options = join.call_args.kwargs
+        assert (options["local_rank"], options["seed"]) == (5 % gpus, 7)
 
 
-def start(environ: dict[str, str]) -> tuple[float, int, int]:
-    """Return the sum over ranks of their numbers from 1, and this rank's cores and threads."""
+def start(environ: dict[str, str]) -> tuple[int, int]:
+    """Return this rank's cores and threads, once the ranks have met."""
     torch.set_num_threads(2)
     rank = os.environ["RANK"]
     environ = environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
     init_distributed(detect("", environ), {})
-    total = torch.tensor([gpc.get_global_rank() + 1.0])
-    dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
     shutdown()
-    return total.item(), rank_cores(), torch.get_num_threads()
+    return rank_cores(), torch.get_num_threads()
 
 
 def test_ranks_meet_at_a_name_and_the_derived_port_and_divide_the_cores():
     environ = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "MASTER_ADDR": "localhost"}
     cores = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert run_ranks(2, start, environ) == [(3.0, cores, min(2, cores))] * 2
+    assert run_ranks(2, start, environ) == [(cores, min(2, cores))] * 2

@@ -87,6 +87,7 @@ OPTIMIZERS = {
         of_model=_lamb_arguments,
     ),
     "adamw": OptimizerEntry(
+        # The others would make the host wait for `found_inf`.
         partial(AdamW, fused=True),
         defaults=dict(betas=BETAS, eps=1e-8),
         state=ADAM,

@@ -89,6 +89,7 @@ class Muon(AdamW):
         map_full: MapFull | None = None,
         ranks: int = 1,
     ) -> None:
+        # Only the fused AdamW reads `found_inf` on the device.
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
         self.matrices = matrices
         self.momentum = momentum

@@ -42,6 +42,7 @@ def timm(step: int, total_steps: int, warmup_steps: int) -> float:
 
 def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
     """Return the fraction of the decay that is over."""
+    # At most 1: a schedule is stepped after the last step too, and in a cool-down.
     return min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
 
 
@@ -64,6 +65,7 @@ def build_lr_scheduler(
     """
     # With layer decay groups have lower rates: the head's is the peak, and factors hold for all.
     peak = max(group["lr"] for group in optimizer.param_groups)
+    # LambdaLR multiplies each group's rate: all here are fractions of the peak.
     low = min_lr / peak
 
     def factor(step: int) -> float:

@@ -162,6 +162,15 @@ LAYOUTS = {
 }
 
 
+# What the ranks form, with the depth, and the power of a side that is their number.
+SHAPES = {
+    "1d": ("a number", 1),
+    "2d": ("a square", 2),
+    "2.5d": ("depth {} x a square", 2),
+    "3d": ("a cube", 3),
+}
+
+
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
     """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
     for name, parameter in model.named_parameters():
@@ -230,13 +239,8 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(
             f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it"
         )
-    shapes = {
-        "1d": ("a number", 1),
-        "2d": ("a square", 2),
-        "2.5d": (f"depth {depth} x a square", 2),
-        "3d": ("a cube", 3),
-    }
-    shape, power = shapes[mode]
+    shape, power = SHAPES[mode]
+    shape = shape.format(depth)
     squares = depth or 1
     # 1e-9, because the cube root of 64 is 3.9999999999999996.
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
@@ -276,8 +280,7 @@ def check_tensor_parallel(
     hidden_width = int(width * model["mlp_ratio"])
     depth = tensor.get("depth", 1)
     # The ranks along a side of the square or cube; the heads are split over so many.
-    power = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
-    side = round((size // depth) ** (1 / power))
+    side = round((size // depth) ** (1 / SHAPES[mode][1]))
     # Between blocks so many ranks have different samples.
     samples = {"1d": 1, "2d": side, "2.5d": side * depth, "3d": side**2}[mode]
     # 3d splits a weight along its input channels twice.

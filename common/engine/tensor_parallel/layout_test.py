@@ -79,11 +79,6 @@ def test_groups_that_are_refused(parallel, message):
             {"mlp_ratio": 34 / 32},
             "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
         ),
-        (
-            tensor("1d", 2),
-            {"pool": "seq"},
-            "pool='seq' of MODEL do not support .* mode '1d': set it to None",
-        ),
         (tensor("1d", 2), {"stem": "conv"}, "^stem='conv' and "),
     ],
 )

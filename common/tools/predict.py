@@ -99,6 +99,7 @@ def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]
 
     Rows of one value, NaN, are repeated to the width of the others.
     """
+    # The row of an image that could not be read has one value, as the width was not known.
     features_ND = np.stack(np.broadcast_arrays(*features))
     if path.suffix == PARQUET:
         import pyarrow.parquet
@@ -136,6 +137,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     crop = find_task(run.about["task"]).build_eval_crop(data, size)
     model: Any = run.load_model()
     head_inputs: list[Tensor] = []
+    # Works for a ViT and for every model of timm's, whatever it does before its head.
     model.get_submodule(model.head_names[0]).register_forward_pre_hook(
         lambda _, inputs: head_inputs.append(inputs[0])
     )

@@ -178,6 +178,7 @@ def combine(grid: Mapping[str, list[str]], draws: int | None) -> list[dict[str, 
             drawn = {key: [_draw(key, values, generator)] for key, values in grid.items()}
             if SEED in grid:
                 drawn[SEED] = grid[SEED]
+            # Lists have few combinations: two draws may be equal.
             if drawn not in grids:
                 grids.append(drawn)
     products = [itertools.product(*one.values()) for one in grids]
@@ -249,10 +250,12 @@ def run_all(planned: Mapping[Path, Planned], jobs: int) -> Generator[tuple[Path,
     A signal ends the iterator. At its end those that still run get the signal, or SIGTERM, and time
     to write their checkpoints.
     """
+    # Places of one size, so that any run may take the next that is free.
     free = divide_machine(jobs, max(run.processes for run in planned.values()))
     waiting = list(planned.items())
     running = []
     stop_signals.install()
+    # Without it a signal would end this process at once, and leave the runs alone with it.
     stop_signals.deferring = True
     try:
         # Looked at right after the sleep: a child may have ended by the same Ctrl-C.
@@ -274,6 +277,7 @@ def run_all(planned: Mapping[Path, Planned], jobs: int) -> Generator[tuple[Path,
     finally:
         for *_, child in running:
             child.send_signal(stop_signals.received or signal.SIGTERM)
+        # One after the other is enough: all have the signal, and save at the same time.
         for *_, child in running:
             child.wait()
         stop_signals.restore()
@@ -284,6 +288,7 @@ def divide_machine(jobs: int, processes: int) -> list[tuple[list[int], list[str]
 
     Raises `UserError` where a run would have too few GPUs, or without any no core.
     """
+    # Counts what CUDA_VISIBLE_DEVICES leaves, and creates no context on a GPU.
     visible = torch.cuda.device_count()
     every = ",".join(map(str, range(visible)))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")[:visible]
@@ -306,6 +311,7 @@ def _start(
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: run.processes])
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
+    # A run's threads and its loader's workers are as many as the cores that it may use.
     every = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)  # the child inherits it
     with log.open("ab") if log else nullcontext() as output:
@@ -478,6 +484,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
     x_name = "run"
     for entry in rank_combinations(runs, {}):
         pairs = [pair for pair in entry.values.items() if pair[0] != best] or [("run", "best")]
+        # The first key that varies is the x axis, the values of the others name the line.
         (x_name, x), *line = pairs
         if entry.measured:
             # Of those that differ only in the key ``best``, the best one comes first.

@@ -12,11 +12,15 @@ from sklearn.datasets import load_digits
 
 def main(destination: str) -> None:
     digits = load_digits()
-    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):  # pyright: ignore[reportAttributeAccessIssue]
+    pairs = zip(digits.images, digits.target, strict=True)  # pyright: ignore[reportAttributeAccessIssue]
+    for number, (pixels, digit) in enumerate(pairs):
         path = Path(destination) / str(digit) / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray((pixels * 255 / 16).round().astype("uint8")).convert("RGB")
-        image.resize((32, 32), Image.Resampling.BICUBIC).save(path, quality=95, subsampling=0)
+        # scikit-learn's values are 0 to 16.
+        values = (pixels * 255 / 16).round().astype("uint8")
+        image = Image.fromarray(values).convert("RGB")
+        image = image.resize((32, 32), Image.Resampling.BICUBIC)
+        image.save(path, quality=95, subsampling=0)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ class Policy:
             order_B = np.argsort(types_B, kind="stable")
             counts = np.bincount(types_B, minlength=len(TYPES)).tolist()
             # One transfer to the device for both.
-            rows, operations = to_device(np.stack([order_B, drawn_B[order_B]]), images.device)
+            indices_2B = np.stack([order_B, drawn_B[order_B]])
+            rows, operations = to_device(indices_2B, images.device)
             ordered = images[rows]
             slices = zip(ordered.split(counts), operations.split(counts), strict=True)
             for change, (some, their_operations) in zip(TYPES.values(), slices, strict=True):
@@ -112,7 +113,10 @@ class Policy:
     def _apply(self, image: Image.Image, operation: Operation) -> Any:
         """Return what torchvision makes of an image."""
         return self.transform._apply_image_or_video_transform(
-            image, *operation, self.transform.interpolation, self.transform._fill
+            image,
+            *operation,
+            self.transform.interpolation,
+            self.transform._fill,
         )
 
     def _build_tables(self, height: int, width: int, device: torch.device) -> OperationTables:
@@ -130,11 +134,13 @@ class Policy:
 
         # Each pixel holds its number, above the fill value, so that the result says where it went.
         first = self.fill + 1
-        pixels = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
+        numbers = np.arange(height * width, dtype=np.int32)
+        pixels = numbers.reshape(height, width) + first
         sources = apply_to(pixels, MOVES).astype(np.int64) - first
         # The fill value has become -1: such a pixel comes from outside.
         sources[sources < 0] = height * width
-        values = apply_to(np.arange(256, dtype=np.uint8)[None], TABLES)
+        old_values = np.arange(256, dtype=np.uint8)
+        values = apply_to(old_values[None], TABLES)
         factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)
         return OperationTables(
             types=np.array([_type_of(name) for name, _ in operations]),
@@ -161,8 +167,10 @@ class RandAugment(Policy):
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         # Two numbers for each of N operations: which one, and its sign.
-        which_BN, sign_BN = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
-        return 2 * (len(self.levels) * which_BN).astype(int) + (2 * sign_BN).astype(int)
+        uniforms_BN2 = uniforms.reshape(len(uniforms), -1, 2)
+        which_BN, sign_BN = uniforms_BN2.transpose(2, 0, 1)
+        operation_BN = (len(self.levels) * which_BN).astype(int)
+        return 2 * operation_BN + (2 * sign_BN).astype(int)
 
 
 class AutoAugment(Policy):
@@ -181,11 +189,14 @@ class AutoAugment(Policy):
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         pair_B = (len(self.probabilities) * uniforms[:, 0]).astype(int)
-        applied_B2, sign_B2 = uniforms[:, 1:].reshape(-1, 2, 2).transpose(2, 0, 1)
+        uniforms_B22 = uniforms[:, 1:].reshape(-1, 2, 2)
+        applied_B2, sign_B2 = uniforms_B22.transpose(2, 0, 1)
         # A pair has four operations: the first with either sign, then the second.
         drawn_B2 = 4 * pair_B[:, None] + [0, 2] + (2 * sign_B2).astype(int)
         # An operation that is not applied is the identity: all images then have equally many.
-        return np.where(applied_B2 < self.probabilities[pair_B], drawn_B2, 2 * len(self.levels))
+        is_applied_B2 = applied_B2 < self.probabilities[pair_B]
+        identity = 2 * len(self.levels)
+        return np.where(is_applied_B2, drawn_B2, identity)
 
 
 class TimmRandAugment:
@@ -230,13 +241,16 @@ def move(images: Tensor, operations: Tensor, tables: OperationTables) -> Tensor:
     sources_BP = tables.sources[operations]
     # One more pixel stands for all outside of the image.
     pixels_BCP = F.pad(images.flatten(2), (0, 1), value=tables.fill)
-    return pixels_BCP.gather(2, sources_BP[:, None].expand(-1, 3, -1)).view_as(images)
+    sources_BCP = sources_BP[:, None].expand(-1, 3, -1)
+    return pixels_BCP.gather(2, sources_BCP).view_as(images)
 
 
 def look_up(images: Tensor, operations: Tensor, tables: OperationTables) -> Tensor:
     """Return each value of ``images`` [B, 3, Y, X] replaced by its new one."""
-    values_BC256 = tables.values[operations][:, None].expand(-1, 3, -1)
-    return values_BC256.gather(2, images.flatten(2).long()).view_as(images)
+    values_B256 = tables.values[operations]
+    values_BC256 = values_B256[:, None].expand(-1, 3, -1)
+    pixels_BCP = images.flatten(2).long()
+    return values_BC256.gather(2, pixels_BCP).view_as(images)
 
 
 def auto_contrast(images: Tensor, *_: Any) -> Tensor:
@@ -260,7 +274,8 @@ def blend(
 ) -> Tensor:
     """Return images extrapolated by their factors from a changed version, ``start_of`` them."""
     pixels = images.float()
-    return torch.lerp(start_of(pixels), pixels, tables.factors[operations]).clamp_(0, 255)
+    factors_B111 = tables.factors[operations]
+    return torch.lerp(start_of(pixels), pixels, factors_B111).clamp_(0, 255)
 
 
 def mean_grey(pixels: Tensor) -> Tensor:

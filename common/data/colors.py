@@ -43,17 +43,20 @@ def augment_colors(
     # In place: `pixels` and ``images`` are one tensor from here on.
     pixels = images.mul_(std_C11).add_(mean_C11).round_()
     if three_augment:
+        operation_B = np.floor(3 * uniforms[:, 0])
         for number, change in enumerate((grey, solarise, blur)):
             # Chosen on the host: it knows their number without waiting for a GPU.
-            (chosen,) = np.nonzero(np.floor(3 * uniforms[:, 0]) == number)
+            (chosen,) = np.nonzero(operation_B == number)
             if len(chosen):
                 rows = to_device(chosen, images.device)
                 sigmas = 0.1 + 1.9 * uniforms[chosen, 1]
                 pixels[rows] = change(pixels[rows], sigmas)
     if jitter:
-        factors_B3 = (1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32)
-        factors_3B111 = to_device(factors_B3, images.device).T[..., None, None, None]
-        pixels.copy_(adjust(pixels, *factors_3B111).round_())
+        changes_B3 = jitter * (2 * uniforms[:, 2:] - 1)
+        factors_B3 = (1 + changes_B3).astype(np.float32)
+        factors_3B = to_device(factors_B3, images.device).T
+        adjusted = adjust(pixels, *factors_3B[..., None, None, None])
+        pixels.copy_(adjusted.round_())
     pixels.sub_(mean_C11).div_(std_C11)
 
 
@@ -76,24 +79,32 @@ def solarise(pixels: Tensor, _: np.ndarray) -> Tensor:
 def blur(pixels: Tensor, sigmas: np.ndarray) -> Tensor:
     """Return each image blurred by a Gaussian of its sigma [B], rounded; the edge is repeated."""
     distances_K = np.arange(-RADIUS, RADIUS + 1)
-    kernels_BK = np.exp(-0.5 * (distances_K / sigmas[:, None]) ** 2)
+    deviations_BK = distances_K / sigmas[:, None]
+    kernels_BK = np.exp(-0.5 * deviations_BK**2)
     kernels_BK /= kernels_BK.sum(1, keepdims=True)
     # Each image has a kernel of its own: P = 3 B planes are groups of one convolution.
     kernels_PK = np.repeat(kernels_BK, 3, axis=0).astype(np.float32)
     weight_P11K = to_device(kernels_PK[:, None, None], pixels.device)
     # The kernel is separable: along rows, then along columns.
-    planes = F.pad(pixels, (RADIUS,) * 4, mode="replicate").flatten(0, 1)
+    planes = F.pad(pixels, (RADIUS,) * 4, mode="replicate")
+    planes = planes.flatten(0, 1)  # [P, Y, X]
     planes = F.conv2d(planes, weight_P11K, groups=len(weight_P11K))
     planes = F.conv2d(planes, weight_P11K.mT, groups=len(weight_P11K))
     return planes.view_as(pixels).round_()
 
 
-def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+def adjust(
+    pixels: Tensor,
+    brightness: Tensor,
+    contrast: Tensor,
+    saturation: Tensor,
+) -> Tensor:
     """Return images with those factors, each [B, 1, 1, 1], applied."""
     grey_level = luma(pixels)
     average = grey_level.mean((1, 2, 3), keepdim=True)
     # Saturation does not change the mean grey level, from which contrast extrapolates.
-    pixels = torch.lerp(average, torch.lerp(grey_level, pixels, saturation), contrast)
+    pixels = torch.lerp(grey_level, pixels, saturation)
+    pixels = torch.lerp(average, pixels, contrast)
     return (brightness * pixels).clamp_(0, 255)
 
 

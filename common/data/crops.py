@@ -64,7 +64,8 @@ class RandomCrop:
         # T tries, each a share of the area, uniform, and an aspect ratio, uniform in its logarithm
         low, high = self.scale
         share_BT = low + (high - low) * uniforms[:, AREAS]
-        area_BT = shape.prod(1, keepdims=True) * share_BT
+        pixels_B1 = shape.prod(1, keepdims=True)
+        area_BT = pixels_B1 * share_BT
         low, high = np.log(self.ratio)
         # height x width is the area, width / height the ratio.
         ratio_BT = np.exp(low + (high - low) * uniforms[:, RATIOS])
@@ -73,13 +74,17 @@ class RandomCrop:
         tries_BT2 = np.stack([heights_BT, widths_BT], axis=2)
 
         # Take the first try that lies inside the image, else the largest central crop.
-        fits_BT = np.all((tries_BT2 > 0) & (tries_BT2 <= shape[:, None]), axis=2)
+        is_inside_BT2 = (tries_BT2 > 0) & (tries_BT2 <= shape[:, None])
+        fits_BT = np.all(is_inside_BT2, axis=2)
         accepted_B1 = np.any(fits_BT, axis=1)[:, None]
         # argmax of booleans: the first True, or 0 if there is none.
-        first_B2 = tries_BT2[np.arange(len(shape)), fits_BT.argmax(1)]
+        first_B = fits_BT.argmax(1)
+        first_B2 = tries_BT2[np.arange(len(shape)), first_B]
         size_B2 = np.where(accepted_B1, first_B2, self._central(shape))
-        position_B2 = np.floor(uniforms[:, POSITION] * (shape - size_B2 + 1))
-        start_B2 = np.where(accepted_B1, position_B2, (shape - size_B2) // 2)
+        # The number of rows and columns that the window may start in, less one.
+        free_B2 = shape - size_B2
+        position_B2 = np.floor(uniforms[:, POSITION] * (free_B2 + 1))
+        start_B2 = np.where(accepted_B1, position_B2, free_B2 // 2)
 
         flip_B = (uniforms[:, FLIP] < 0.5) & self.flip
         return _crops(start_B2, size_B2, np.zeros_like(size_B2), size_B2, flip_B)
@@ -120,7 +125,8 @@ class SimpleCrop:
         inside_B2 = np.clip(offset_B2, 0, resized_B2 - self.size)
         crops = _square(shape, resized_B2, inside_B2, self.size)
         flip_B = (uniforms[:, FLIP] < 0.5) & self.flip
-        return crops._replace(flip=flip_B, shift=(offset_B2 - inside_B2).astype(np.int32))
+        shift_B2 = offset_B2 - inside_B2
+        return crops._replace(flip=flip_B, shift=shift_B2.astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -217,15 +223,20 @@ def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -
         # The same arithmetic as Pillow's in a third of its time, but only for whole windows.
         window_1CYX = torch.from_numpy(window).permute(2, 0, 1)[None]
         view_1CYX = F.interpolate(
-            window_1CYX, (size, size), mode=crop.interpolation, antialias=True
+            window_1CYX,
+            (size, size),
+            mode=crop.interpolation,
+            antialias=True,
         )
         view_YXC = view_1CYX[0].permute(1, 2, 0).numpy()
     else:
         filter_ = Image.Resampling[crop.interpolation.upper()]
-        resized = Image.fromarray(window).resize((size, size), filter_, (left, top, right, bottom))
+        box = (left, top, right, bottom)
+        resized = Image.fromarray(window).resize((size, size), filter_, box)
         view_YXC = np.asarray(resized)
     if crops.shift[0].any():
-        view_YXC = view_YXC[np.ix_(*reflected(size, crops.shift[0]))]
+        rows, columns = reflected(size, crops.shift[0])
+        view_YXC = view_YXC[np.ix_(rows, columns)]
     return view_YXC[:, ::-1] if crops.flip[0] else view_YXC
 
 

@@ -105,7 +105,8 @@ class TrainSampler:
         rows = self.micro_batch
         if self.resolutions:
             resolution = resolution_at(self.resolutions, epoch)
-            image_size, rows = resolution.image_size, resolution.micro_batch
+            image_size = resolution.image_size
+            rows = resolution.micro_batch
         order = self._order(epoch)
         # At this rank's last sample of a span the reader may drop the span's records.
         is_last = _is_last(order.span_of)
@@ -113,11 +114,19 @@ class TrainSampler:
         end = self.samples_per_epoch // self.dp_size
         for local_sample in range(start, end, rows):
             step, row = self.position(local_sample)
-            uniforms = sample_uniforms(self.seed, epoch, step, row, rows, self.num_uniforms)
+            uniforms = sample_uniforms(
+                self.seed,
+                epoch,
+                step,
+                row,
+                rows,
+                self.num_uniforms,
+            )
             drawn = slice(local_sample, local_sample + rows)
             spans = None
             if self.blocks is not None:
-                spans = np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
+                span_of_B = order.span_of[drawn]
+                spans = np.c_[order.spans[span_of_B], is_last[drawn]]
             yield Draw(order.samples[drawn], uniforms, spans, image_size)
 
     def position(self, local_sample: int) -> tuple[int, int]:
@@ -138,7 +147,8 @@ class TrainSampler:
         # Stream i has the rows edges[i] to edges[i + 1] of every global batch.
         edges = np.arange(count + 1) * self.total_batch // count
         # Rounded up: the last of a stream's samples may be drawn fewer than ``repeats`` times.
-        lengths = -(-steps * np.diff(edges) // self.repeats)
+        rows_per_stream = np.diff(edges)
+        lengths = -(-steps * rows_per_stream // self.repeats)
         starts = np.cumsum(lengths) - lengths
 
         samples: list[np.ndarray] = []
@@ -146,17 +156,22 @@ class TrainSampler:
         spans = [np.empty((0, 2), np.int64)]
         rows_per_rank = self.total_batch // self.dp_size
         for number, (begin, end) in enumerate(pairwise(edges)):
-            is_mine = np.arange(begin, end) // rows_per_rank == self.dp_rank
+            rank_of_row = np.arange(begin, end) // rows_per_rank
+            is_mine = rank_of_row == self.dp_rank
             if not is_mine.any():
                 continue
             stream = self._stream(epoch, number, starts[number], lengths[number])
             # The draws of a sample lie far apart in a global batch, so that they fall on different
             # ranks: rows 0, 2, 4, 1, 3, 5 of the stream's draws for two repeats and six rows.
-            draws = np.argsort(np.arange(end - begin) % self.repeats, kind="stable")[is_mine]
-            drawn = (np.arange(steps)[:, None] * (end - begin) + draws) // self.repeats
-            samples.append(stream.samples[drawn])  # [steps, rows of this rank]
+            rows = end - begin
+            repeat_of_row = np.arange(rows) % self.repeats
+            draws = np.argsort(repeat_of_row, kind="stable")[is_mine]
+            first_draws = rows * np.arange(steps)[:, None]  # [steps, 1]
+            drawn = (first_draws + draws) // self.repeats  # [steps, rows of this rank]
+            samples.append(stream.samples[drawn])
             # A stream numbers its spans from 0, the result over all streams of this rank.
-            span_of.append(stream.span_of[drawn] + sum(map(len, spans)))
+            spans_before = sum(map(len, spans))
+            span_of.append(stream.span_of[drawn] + spans_before)
             spans.append(stream.spans)
         # [steps, rows of all streams of this rank], row by row
         drawn_samples = np.hstack(samples).ravel()
@@ -169,10 +184,12 @@ class TrainSampler:
             order = epoch_order(self.num_samples, self.seed, epoch)
             if self.balanced is not None:
                 order = balanced_order(self.balanced, order, self.seed, epoch)
-            return Stream(order, np.zeros_like(order), np.array([[0, self.num_samples]]))
+            one_span = np.array([[0, self.num_samples]])
+            return Stream(order, np.zeros_like(order), one_span)
         order = epoch_order(len(self.blocks) - 1, self.seed, epoch, BLOCKS)
         words = _philox(self.seed, WINDOW, epoch, number, 0).random_raw(length)
-        return shuffle_stream(cut_stream(self.blocks, order, start, length), self.window, words)
+        spans = cut_stream(self.blocks, order, start, length)
+        return shuffle_stream(spans, self.window, words)
 
 
 @dataclass
@@ -209,7 +226,8 @@ class EvalSampler:
         first = min(offset, self.num_samples)
         end = min(offset + samples_per_rank, self.num_samples)
         no_uniforms = np.empty((self.batch, 0))
-        for number in range(start_sample // (self.batch * self.dp_size), len(self)):
+        start = start_sample // (self.batch * self.dp_size)
+        for number in range(start, len(self)):
             indices = offset + number * self.batch + np.arange(self.batch)
             spans = None
             if self.blocks is not None:
@@ -220,7 +238,8 @@ class EvalSampler:
                 starts = np.maximum(self.blocks[block - 1], first)
                 ends = np.minimum(self.blocks[block], end)
                 spans = np.c_[starts, ends, indices == ends - 1]
-            yield Draw(np.where(indices < self.num_samples, indices, PADDING), no_uniforms, spans)
+            padded = np.where(indices < self.num_samples, indices, PADDING)
+            yield Draw(padded, no_uniforms, spans)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, purpose: int = ORDER) -> np.ndarray:
@@ -240,20 +259,30 @@ def balanced_order(labels: np.ndarray, order: np.ndarray, seed: int, epoch: int)
     come in their ``order``, and from the first again where they are fewer than its draws.
     """
     # [N], the samples of one class after those of another; each class in the epoch's order
-    by_class = order[np.argsort(labels[order], kind="stable")]
+    positions = np.argsort(labels[order], kind="stable")
+    by_class = order[positions]
     _, counts = np.unique(labels, return_counts=True)  # [K]
     firsts = np.cumsum(counts) - counts
     # Rounded up to whole rounds of K draws; what is too many is cut off at the end.
-    draws = np.arange(-(-len(order) // len(counts)) * len(counts))
-    number, label = np.divmod(draws, len(counts))
+    classes = len(counts)
+    rounds = -(-len(order) // classes)
+    draws = np.arange(rounds * classes)
+    number, label = np.divmod(draws, classes)
     words = _philox(seed, CLASSES, epoch, 0, 0).random_raw(len(draws))
     # ``number`` stays sorted: the classes are shuffled within it
     label = label[np.lexsort((words, number))]
-    return by_class[firsts[label] + number % counts[label]][: len(order)]
+    drawn = firsts[label] + number % counts[label]
+    return by_class[drawn][: len(order)]
 
 
 def sample_uniforms(
-    seed: int, epoch: int, step: int, row: int, rows: int, count: int, purpose: int = AUGMENTATION
+    seed: int,
+    epoch: int,
+    step: int,
+    row: int,
+    rows: int,
+    count: int,
+    purpose: int = AUGMENTATION,
 ) -> np.ndarray:
     """Return random numbers in [0, 1), float64 [rows, count], ``count`` for each sample.
 
@@ -265,7 +294,8 @@ def sample_uniforms(
     philox = _philox(seed, purpose, epoch, step, row * counter_blocks)
     words = philox.random_raw(rows * counter_blocks * WORDS_PER_BLOCK)
     # The upper 53 bits of a word: as many as a float64 holds.
-    return (words >> np.uint64(11)).reshape(rows, -1)[:, :count] * 2.0**-53
+    integers = words >> np.uint64(11)
+    return integers.reshape(rows, -1)[:, :count] * 2.0**-53
 
 
 def _philox(seed: int, purpose: int, epoch: int, step: int, block: int) -> np.random.Philox:
@@ -279,8 +309,9 @@ def _is_last(values: np.ndarray) -> np.ndarray:
     """Return for each value whether no equal one follows."""
     # [values + 1], the position of the last of each value
     last = np.zeros(values.max(initial=-1) + 1, np.int64)
-    last[values] = np.arange(len(values))  # NumPy assigns in order: equal values keep the last
-    return last[values] == np.arange(len(values))
+    positions = np.arange(len(values))
+    last[values] = positions  # NumPy assigns in order: equal values keep the last
+    return last[values] == positions
 
 
 def count_streams(num_blocks: int, window: int, total_batch: int) -> int:
@@ -297,7 +328,8 @@ def window_bytes(block: float, window: int, processes: int) -> float:
 
     A process that shares a stream with others holds more.
     """
-    return -(-STREAMS // processes) * window * block
+    streams = -(-STREAMS // processes)
+    return streams * window * block
 
 
 def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) -> np.ndarray:
@@ -307,13 +339,15 @@ def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) ->
     ``bounds[i]`` to ``bounds[i + 1]``. The first and the last span may be parts of blocks.
     """
     # [blocks], the number of samples up to the end of each block in ``order``
-    ends = np.cumsum(np.diff(bounds)[order])
+    lengths = np.diff(bounds)[order]
+    ends = np.cumsum(lengths)
     first, last = np.searchsorted(ends, [start, start + count - 1], side="right")
     chosen = order[first : last + 1]
     spans = np.stack([bounds[chosen], bounds[chosen + 1]], 1)
     # The neighbouring streams have the rest of the last and of the first block.
     spans[-1, 1] -= ends[last] - (start + count)
-    spans[0, 0] += start - (ends[first - 1] if first else 0)
+    start_of_first = ends[first - 1] if first else 0
+    spans[0, 0] += start - start_of_first
     return spans
 
 
@@ -329,7 +363,8 @@ def shuffle_stream(spans: np.ndarray, window: int, words: np.ndarray) -> Stream:
     number = np.arange(len(spans))
     span_of = np.repeat(number, lengths)
     first_of_span = np.cumsum(lengths) - lengths
-    samples = np.arange(len(span_of)) + (spans[:, 0] - first_of_span)[span_of]
+    shift_of_span = spans[:, 0] - first_of_span
+    samples = np.arange(len(span_of)) + shift_of_span[span_of]
 
     # The interval of span i is [i - window + 1, i + 1), cut off at both ends of the stream. A
     # sample's time in it is a fixed-point number: 32 bits before the point, 32 random ones after.
@@ -337,6 +372,7 @@ def shuffle_stream(spans: np.ndarray, window: int, words: np.ndarray) -> Stream:
     end = np.minimum(number + 1, max(1, len(spans) - window + 1))
     begin_of = begin.astype(np.uint64)[span_of]
     width_of = (end - begin).astype(np.uint64)[span_of]
-    time = (begin_of << np.uint64(32)) + width_of * (words >> np.uint64(32))
+    fraction = words >> np.uint64(32)
+    time = (begin_of << np.uint64(32)) + width_of * fraction
     order = np.argsort(time, kind="stable")
     return Stream(samples[order], span_of[order], spans)

@@ -55,7 +55,8 @@ class Counts:
         # [B, K]: the first column is of top-1, at most one of a row is true
         hits_BK = best_BK == labels_B[:, None]
         is_valid_B = labels_B >= 0
-        self.totals += torch.stack([loss.double(), hits_BK.sum()])
+        top5_hits = hits_BK.sum()
+        self.totals += torch.stack([loss.double(), top5_hits])
         classes = logits_BC.shape[1]
         if self.by_class is None:
             self.by_class = self.totals.new_zeros(3, classes + 1)
@@ -63,11 +64,14 @@ class Counts:
         ones_B = self.totals.new_ones(len(labels_B))
         answers_B = best_BK[:, 0].where(is_valid_B, -1)
         right_B = labels_B.where(hits_BK[:, 0], -1)
-        for row, classes_B in zip(self.by_class, (labels_B, right_B, answers_B), strict=True):
-            row.index_add_(0, classes_B.where(classes_B >= 0, classes), ones_B)
+        counted = (labels_B, right_B, answers_B)
+        for row, classes_B in zip(self.by_class, counted, strict=True):
+            columns_B = classes_B.where(classes_B >= 0, classes)
+            row.index_add_(0, columns_B, ones_B)
         if classes == 2:
             # In float64: float32 would round close scores to ties, which count half in AUROC.
-            margins_B = logits_BC[:, 1].double() - logits_BC[:, 0].double()
+            logits_of_0, logits_of_1 = logits_BC.double().unbind(1)
+            margins_B = logits_of_1 - logits_of_0
             self.scored.append(torch.stack([labels_B.double(), margins_B]))
         return best_BK
 
@@ -79,9 +83,12 @@ class Counts:
         """
         assert self.by_class is not None
         # One all-reduce for all counts: small ones cost their latency.
-        sums = all_reduce(torch.cat([self.totals, self.by_class.flatten()]), mode).cpu()
+        counts = torch.cat([self.totals, self.by_class.flatten()])
+        sums = all_reduce(counts, mode).cpu()
         loss, top5 = sums[:2].tolist()
-        counts_3C = sums[2:].view_as(self.by_class)[:, :-1].numpy()
+        sums_by_class = sums[2:].view_as(self.by_class)
+        # Without the column of what does not count.
+        counts_3C = sums_by_class[:, :-1].numpy()
         samples, right, _ = counts_3C.sum(1).tolist()
         metrics: dict[str, float] = {
             "loss": loss / samples,
@@ -91,7 +98,8 @@ class Counts:
         metrics |= average_classes(counts_3C)
         if self.scored:
             # of all ranks: those of a tensor-parallel group repeat their samples equally often
-            gathered = gather(torch.cat(self.scored, dim=1).cpu().numpy())
+            scored_2N = torch.cat(self.scored, dim=1)
+            gathered = gather(scored_2N.cpu().numpy())
             labels, scores = np.concatenate(gathered, axis=1)
             is_valid = labels >= 0
             metrics["auroc"] = auroc(labels[is_valid], scores[is_valid])
@@ -102,11 +110,16 @@ def average_classes(counts_3C: np.ndarray) -> dict[str, float]:
     """Return ``mean_recall`` and ``macro_f1`` of samples, correct answers, answers by class."""
     samples_C, right_C, answers_C = counts_3C
     is_present_C = samples_C > 0
-    is_known_C = samples_C + answers_C > 0
+    # F1 = 2 TP / (2 TP + FP + FN), where the denominator is samples + answers.
+    counted_C = samples_C + answers_C
+    is_known_C = counted_C > 0
     # A class without samples has no recall: it would be 0 / 0.
     recall = right_C[is_present_C] / samples_C[is_present_C]
-    f1 = 2 * right_C[is_known_C] / (samples_C + answers_C)[is_known_C]
-    return {"mean_recall": float(recall.mean()), "macro_f1": float(f1.mean())}
+    f1 = 2 * right_C[is_known_C] / counted_C[is_known_C]
+    return {
+        "mean_recall": float(recall.mean()),
+        "macro_f1": float(f1.mean()),
+    }
 
 
 def auroc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = None) -> float:
@@ -125,7 +138,8 @@ def auroc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = N
     # the pairs of a sample of each class, and the negatives below each score [V]
     pairs = negatives.sum() * positives.sum()
     below = np.cumsum(negatives) - negatives
-    return float(positives @ (below + negatives / 2) / pairs) if pairs else math.nan
+    ordered_pairs = positives @ (below + negatives / 2)
+    return float(ordered_pairs / pairs) if pairs else math.nan
 
 
 def best_classes(logits_BC: Tensor) -> Tensor:
@@ -135,4 +149,5 @@ def best_classes(logits_BC: Tensor) -> Tensor:
     """
     logits_BC = logits_BC.float()
     best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-    return best_BK.where(logits_BC.logsumexp(1, keepdim=True).isfinite(), -1)
+    is_finite_B1 = logits_BC.logsumexp(1, keepdim=True).isfinite()
+    return best_BK.where(is_finite_B1, -1)

@@ -51,7 +51,8 @@ class EmaHook(BaseHook):
         averages = list(self.averages.values())
         changes = torch._foreach_sub(weights, averages)
         # A NaN would stay NaN times 0: a skipped update leaves finite weights behind.
-        torch._foreach_mul_(changes, (1 - decay) * is_applied)
+        factor = (1 - decay) * is_applied
+        torch._foreach_mul_(changes, factor)
         torch._foreach_add_(averages, changes)
 
     def before_test(self, trainer: Trainer) -> None:
@@ -68,4 +69,5 @@ class EmaHook(BaseHook):
             self.after_test(trainer)
 
     def _set(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_([p.detach() for p in self.averaged.values()], values)
+        weights = [p.detach() for p in self.averaged.values()]
+        torch._foreach_copy_(weights, values)

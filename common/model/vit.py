@@ -5,7 +5,7 @@ Parameter names, mathematics and initialisation are timm's, so a `state_dict` lo
 way. The model does not know the parallel mode it is in: `shard_model` replaces its layers.
 
 Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads,
-E width of a head.
+E width of a head, M width of the hidden layer, K values of a patch.
 """
 
 import math
@@ -43,11 +43,15 @@ class PatchProjection(nn.Conv2d):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         side = self.stride[0]
-        patches = images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side))
-        # [B, C, rows, side, columns, side] to [B, rows, columns, C, side, side]
+        # [B, C, rows, side, columns, side]
+        patches = images_BCYX.unflatten(3, (-1, side))
+        patches = patches.unflatten(2, (-1, side))
+        # [B, rows, columns, C, side, side]
         patches = patches.permute(0, 2, 4, 1, 3, 5)
-        # [B, N, C side side] times [C side side, D]
-        return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
+        # A patch is the C * side * side values that a filter of the convolution multiplies.
+        patches_BNK = patches.flatten(3).flatten(1, 2)
+        weight_DK = self.weight.flatten(1)
+        return F.linear(patches_BNK, weight_DK, self.bias)
 
 
 class PatchEmbed(nn.Module):
@@ -67,18 +71,25 @@ class ConvStem(nn.Sequential):
 
     def __init__(self, width: int, patch_size: int) -> None:
         # With a width of 384 and patches of 16 pixels: 3, 24, 48, 96, 192, 384.
-        channels = [3, *(width >> i for i in reversed(range(patch_size.bit_length())))]
+        convolutions = patch_size.bit_length()
+        channels = [3, *(width >> i for i in reversed(range(convolutions)))]
         layers: list[nn.Module] = []
         for number, (before, after) in enumerate(pairwise(channels)):
-            stride = 2 if number else 1
-            convolution = nn.Conv2d(before, after, kernel_size=3, stride=stride, padding=1)
+            convolution = nn.Conv2d(
+                before,
+                after,
+                kernel_size=3,
+                stride=2 if number else 1,
+                padding=1,
+            )
             nn.init.kaiming_normal_(convolution.weight)
             nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
             layers += [convolution, nn.GELU()]
         super().__init__(*layers[:-1])
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
-        return super().forward(images_BCYX).flatten(2).transpose(1, 2)
+        features_BDYX = super().forward(images_BCYX)
+        return features_BDYX.flatten(2).transpose(1, 2)
 
 
 class Dropout(nn.Dropout):
@@ -97,9 +108,12 @@ class Dropout(nn.Dropout):
         count = x.numel()
         integers = torch.empty((count + 3) // 4, dtype=torch.int64)
         # The default lower bound, 0, would never set the sign bit.
-        bits = integers.random_(-(2**63), None).view(torch.int16)
+        integers.random_(-(2**63), None)
+        levels = integers.view(torch.int16)
         # In place and without bool tensors, which PyTorch converts slowly.
-        mask = bits.lt_(kept_levels - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
+        is_kept = levels.lt_(kept_levels - MASK_LEVELS // 2)
+        # Up to three values of the last integer are left over.
+        mask = is_kept[:count].view(x.shape).to(x.dtype)
         return (x * mask).mul_(MASK_LEVELS / kept_levels)
 
 
@@ -114,14 +128,17 @@ class Attention(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         # Three slices of the projection, whose gradients are written side by side. timm permutes
         # them to the front, and its backward pass permutes a copy of all three back.
-        q_BHNE, k_BHNE, v_BHNE = map(self._split_heads, self.qkv(x_BND).chunk(3, dim=-1))
+        qkv = self.qkv(x_BND)  # [B, N, 3 D]
+        q_BHNE, k_BHNE, v_BHNE = map(self._split_heads, qkv.chunk(3, dim=-1))
         x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
-        # [B, H, N, E] to [B, N, D]: the heads side by side again.
-        return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
+        # The heads side by side again.
+        x_BND = x_BHNE.transpose(1, 2).flatten(2)
+        return self.dropout(self.proj(x_BND))
 
     def _split_heads(self, x_BND: Tensor) -> Tensor:
-        # [B, N, D] to [B, N, H, E] to [B, H, N, E]; of a shard, H is the number of its heads.
-        return x_BND.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        # Of a shard, H is the number of its heads.
+        x_BNHE = x_BND.unflatten(-1, (-1, self.head_width))
+        return x_BNHE.transpose(1, 2)
 
 
 def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
@@ -129,7 +146,9 @@ def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
     if q_BHNE.is_cpu and q_BHNE.dtype == torch.bfloat16 and q_BHNE.requires_grad:
         # PyTorch's fused kernel is 2 to 6 times slower here, mostly in its backward pass.
         # The smaller tensor is scaled, before the product.
-        scores_BHNN = (q_BHNE * q_BHNE.shape[-1] ** -0.5) @ k_BHNE.transpose(-2, -1)
+        head_width = q_BHNE.shape[-1]
+        q_BHNE = q_BHNE * head_width**-0.5
+        scores_BHNN = q_BHNE @ k_BHNE.transpose(-2, -1)
         return scores_BHNN.softmax(dim=-1) @ v_BHNE
     return F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE)
 
@@ -143,7 +162,9 @@ class Mlp(nn.Module):
         self.drop2 = Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x_BND)))))
+        hidden_BNM = F.gelu(self.fc1(x_BND))
+        hidden_BNM = self.drop1(hidden_BNM)
+        return self.drop2(self.fc2(hidden_BNM))
 
 
 class DropPath(nn.Module):
@@ -159,16 +180,18 @@ class DropPath(nn.Module):
     def forward(self, branch_BND: Tensor) -> Tensor:
         if not self.training:
             return branch_BND
+        batch = branch_BND.shape[0]
         if torch.compiler.is_compiling():
-            keeps_B11 = (
-                torch.rand(branch_BND.shape[0], 1, 1, device=branch_BND.device) < self.keep_rate
-            )
-            return branch_BND * (keeps_B11 / self.keep_rate).to(branch_BND.dtype)
+            uniforms_B11 = torch.rand(batch, 1, 1, device=branch_BND.device)
+            is_kept_B11 = uniforms_B11 < self.keep_rate
+            factors_B11 = is_kept_B11 / self.keep_rate
+            return branch_BND * factors_B11.to(branch_BND.dtype)
         if self.rate == 0:
             return branch_BND
         keep = 1 - self.rate
         # Kept branches are scaled by 1 / keep: their expectation is that of evaluation.
-        mask_B11 = branch_BND.new_empty(branch_BND.shape[0], 1, 1).bernoulli_(keep)
+        mask_B11 = branch_BND.new_empty(batch, 1, 1)
+        mask_B11.bernoulli_(keep)
         return branch_BND * (mask_B11 / keep)
 
 
@@ -200,7 +223,8 @@ class Block(nn.Module):
         self.attn = Attention(width, arguments.heads, arguments.dropout)
         self.ls1 = _build_layer_scale(arguments)
         self.norm2 = build_norm(width)
-        self.mlp = Mlp(width, int(width * arguments.mlp_ratio), arguments.dropout)
+        hidden_width = int(width * arguments.mlp_ratio)
+        self.mlp = Mlp(width, hidden_width, arguments.dropout)
         self.ls2 = _build_layer_scale(arguments)
         self.drop_path = DropPath(drop_path) if arguments.drop_path else nn.Identity()
 
@@ -236,7 +260,8 @@ class VisionTransformer(nn.Module):
             self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
         # Rates of drop_path grow linearly from 0.
-        drop_paths = [arguments.drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        last = max(depth - 1, 1)
+        drop_paths = [arguments.drop_path * i / last for i in range(depth)]
         self.blocks = nn.ModuleList(Block(arguments, drop_path) for drop_path in drop_paths)
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
         self.norm = build_norm(width) if pool != "avg" else nn.Identity()
@@ -246,7 +271,8 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        pos_embed = resample_positions(self.pos_embed, x_BND.shape[1], self.embedded_prefix)
+        batch, patches, _ = x_BND.shape
+        pos_embed = resample_positions(self.pos_embed, patches, self.embedded_prefix)
         # In float32 it would make the residual stream float32 under autocast, as in timm.
         pos_embed = bfloat16_as(pos_embed, x_BND)
         # The patches alone have positions.
@@ -254,7 +280,6 @@ class VisionTransformer(nn.Module):
             x_BND = x_BND + pos_embed
         prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
-            batch = x_BND.shape[0]
             expanded = [bfloat16_as(token, x_BND).expand(batch, -1, -1) for token in prefix]
             x_BND = torch.cat([*expanded, x_BND], dim=1)
         if self.embedded_prefix:
@@ -267,12 +292,16 @@ class VisionTransformer(nn.Module):
             else:
                 x_BND = block(x_BND)
         x_BND = self.norm(x_BND)
-        return self.head(self.fc_norm(self._pool(x_BND)))
+        features_BD = self.fc_norm(self._pool(x_BND))
+        return self.head(features_BD)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the patterns of the layers' parameters, as timm's models do for layer decay."""
-        stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed)"
-        return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+        return {
+            "stem": r"^(?:cls_token|reg_token|pos_embed|patch_embed)",
+            # The last norm counts as a layer after all blocks.
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that timm's optimizers do not decay."""
@@ -297,7 +326,10 @@ def _build_layer_scale(arguments: Model) -> nn.Module:
 
 
 def _build_tokens(count: int, width: int) -> nn.Parameter | None:
-    return nn.Parameter(torch.empty(1, count, width).normal_(std=1e-6)) if count else None
+    if not count:
+        return None
+    tokens_1ND = torch.empty(1, count, width)
+    return nn.Parameter(tokens_1ND.normal_(std=1e-6))
 
 
 def _build_position(arguments: Model) -> nn.Parameter:
@@ -306,7 +338,8 @@ def _build_position(arguments: Model) -> nn.Parameter:
     width = arguments.width
     prefix = arguments.embedded_prefix
     if arguments.position == "learned":
-        return nn.Parameter(init_weight_(torch.empty(1, side * side + prefix, width)))
+        table_1ND = torch.empty(1, prefix + side * side, width)
+        return nn.Parameter(init_weight_(table_1ND))
     # A parameter, although it is fixed: it is in the state_dict, as in timm.
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 
@@ -322,9 +355,17 @@ def resample_positions(table_1ND: Tensor, patches: int, prefix: int) -> Tensor:
     old = math.isqrt(table_1ND.shape[1] - prefix)
     new = math.isqrt(patches)
     # In float32, as in timm, whatever the parameters are.
-    grid_1DYX = table_1ND[:, prefix:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    grid_1DYX = F.interpolate(grid_1DYX, (new, new), mode="bicubic", antialias=True)
-    resampled_1ND = grid_1DYX.flatten(2).mT.to(table_1ND.dtype)
+    patches_1ND = table_1ND[:, prefix:].float()
+    grid_1YXD = patches_1ND.unflatten(1, (old, old))
+    grid_1DYX = grid_1YXD.permute(0, 3, 1, 2)
+    grid_1DYX = F.interpolate(
+        grid_1DYX,
+        (new, new),
+        mode="bicubic",
+        antialias=True,
+    )
+    resampled_1ND = grid_1DYX.flatten(2).mT
+    resampled_1ND = resampled_1ND.to(table_1ND.dtype)
     return torch.cat([table_1ND[:, :prefix], resampled_1ND], dim=1)
 
 
@@ -335,9 +376,10 @@ def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
     the width each. Frequencies decrease geometrically from 1 to 1/10000; formula of arXiv
     2205.01580 (big_vision, `posemb_sincos_2d`).
     """
-    # [width / 4]
-    frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
-    angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)  # [side, width / 4]
+    exponents = torch.linspace(0, 1, width // 4)
+    frequencies = 10_000.0**-exponents  # [width / 4]
+    positions = torch.arange(side, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)  # [side, width / 4]
     # Row by row, as `PatchEmbed` counts patches: both [side * side, width / 4].
     rows = angles.repeat_interleave(side, dim=0)
     columns = angles.repeat(side, 1)

@@ -23,9 +23,9 @@ def main(argv: list[str]) -> None:
     config, plan = gpc.config, run.plan
 
     model = build_model(**config.MODEL)
-    run.load_init(model)
+    run.load_init(model)  # before sharding: INIT's files hold full tensors
     freeze(model, config.FREEZE)
-    model = shard_model(model)
+    model = shard_model(model)  # replaces parameters, so before the optimizer is built
     optimizer = build_optimizer(
         model,
         learning_rate=config.LEARNING_RATE,
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
         seed=config.SEED,
         **loaders,
     )
-    train_loader = BatchAugment(train_loader, config)
+    train_loader = BatchAugment(train_loader, config)  # on the device, after any loader
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     engine, train_loader, eval_loader, lr_scheduler = initialize(
         model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
     )
-    hooks = run.build_hooks(model, optimizer)
+    hooks = run.build_hooks(model, optimizer)  # writes the run's folder: all checks have passed
     Trainer(engine).fit(
         train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks
     )

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.files import fingerprint_of
 
 DOWNLOAD = "CIFAR-10 (170 MB)"
-BATCHES = CIFAR10.base_folder
+BATCHES = CIFAR10.base_folder  # cifar-10-batches-py
 
 
 class Images(NamedTuple):
@@ -37,6 +37,7 @@ class DataSet(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """A checksum over the images and labels."""
+        # Of the decoded images: it does not matter where and how they are stored.
         return fingerprint_of(
             hashlib.sha256(array.data).hexdigest() for array in (*self.train, *self.test)
         )
@@ -51,6 +52,7 @@ def open_images(data: Mapping[str, Any]) -> DataSet:
     return _open(Path(data["root"]), data["download"])
 
 
+# Cached: the description of the data and both loaders ask for it.
 @functools.cache
 def _open(root: Path, allow_download: bool) -> DataSet:
     """Read a folder of images, or CIFAR-10 as torchvision does."""
@@ -94,6 +96,7 @@ def _decode(split: FolderSplit) -> Images:
         images.append(image)
         height, width, _ = image.shape
         side = len(images[0])
+        # They become one array, and the model takes squares.
         if (height, width) != (side, side):
             raise UserError(
                 f"{split.path(index)}: {width} x {height} pixels, the first of the split has "
@@ -104,5 +107,6 @@ def _decode(split: FolderSplit) -> Images:
 
 def _to_images(images_BYXC: np.ndarray, labels: Sequence[int] | np.ndarray) -> Images:
     """Return a split with its channels first."""
+    # Contiguous: hashlib, for the fingerprint, takes no strided array.
     images_BCYX = np.ascontiguousarray(images_BYXC.transpose(0, 3, 1, 2))
     return Images(images_BCYX, np.array(labels, np.int64))

@@ -19,6 +19,7 @@ def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[floa
     setting = config["CLASS_WEIGHTS"]
     classes = config["MODEL"]["num_classes"]
     if isinstance(setting, str):
+        # The head may have more classes than the data set: that of INIT's weights is kept.
         sizes: Sequence[float] = [*counts, *[0] * (classes - len(counts))]
         if setting == "effective":
             sizes = [(1 - BETA**count) / (1 - BETA) for count in sizes]
@@ -40,5 +41,5 @@ def describe_sizes(counts: Sequence[int], names: Sequence[str]) -> str:
         return ""
     shown = [f"{name[:16]} {count:,}" for count, name in classes]
     if len(shown) > 4:
-        shown[2:-2] = ["..."]
+        shown[2:-2] = ["..."]  # two of each end
     return ", ".join(shown)

@@ -16,7 +16,7 @@ from common.text import printable
 # to print its line before.
 PATIENCE = 5.0
 Explanation = Callable[[Exception], str]
-_at_end = ExitStack()
+_at_end = ExitStack()  # calls the functions of `at_end`, the last one first
 _explanations: list[Explanation] = []
 
 
@@ -67,6 +67,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
+        # What is buffered is written here, where a closed pipe is handled.
         print(end="", flush=True)
     except BrokenPipeError:
         # Python flushes standard output once more at its exit
@@ -77,7 +78,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         if mistake is None or "--debug" in argv:
             raise
         _report(mistake)
-        sys.exit(2)
+        sys.exit(2)  # as argparse after a wrong command line
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
@@ -124,6 +125,7 @@ def _report(error: UserError) -> None:
         return
     tqdm = sys.modules.get("tqdm")
     if tqdm:
+        # A progress bar would be drawn again over the message.
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
             bar.close()
     # One write, which `print` does not promise: ranks share stderr.

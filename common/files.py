@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.text import print_wrapped, printable
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository's folder
-HOLDER = ".lock-holder"
+HOLDER = ".lock-holder"  # stands for a lock where the file system has none
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole; a manifest of 50,000 shards fits
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -69,6 +69,7 @@ def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
     size = regular_size(path, most)
     try:
         with path.open("rb") as file:
+            # No more than was allowed: the file may grow while it is read.
             return file.read(size)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
@@ -106,7 +107,7 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
     line += first["msg"]
     if first["type"] not in ("missing", "json_invalid"):
         line += f", not {first['input']!r}"
-    raise UserError(line[:400])
+    raise UserError(line[:400])  # the value may be of any length
 
 
 def own_file(path: Path) -> Path:
@@ -129,6 +130,7 @@ def own_file(path: Path) -> Path:
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the rows under a header."""
     with own_file(path).open("w", newline="", encoding="utf-8") as file:
+        # csv ends lines with CRLF by default.
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -149,12 +151,14 @@ def fingerprint_of(parts: Iterable[object]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         text = os.fsencode(str(part))  # names of files need not be valid text
+        # With its length: the parts "ab", "c" and "a", "bc" differ.
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on disk."""
+    # `open` refuses folders.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -176,6 +180,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     # A second handle must not be opened: closing it would release the lock.
     if folder in _locks:
         raise UserError(f"{folder} is being written by this process: choose another folder")
+    # Seen before `mkdir`: `remove_unused` removes only what this process has made.
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,6 +193,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         ) from error
     how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
+        # A POSIX lock: the kernel releases it when the process ends, however it ends.
         fcntl.lockf(handle, how)
     except (BlockingIOError, PermissionError) as error:
         os.close(handle)
@@ -234,6 +240,7 @@ def _start_of(pid: object) -> str:
     Another process may have the same id later, but not the same start.
     """
     with contextlib.suppress(OSError):
+        # The start is field 22. The command, field 2, may have spaces and parentheses itself.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 

@@ -46,6 +46,7 @@ def prepare_torch() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        # Over a tenth of a second, in which this process sleeps.
         busy_cores = sum(psutil.cpu_percent(0.1, percpu=True)) / 100
         if busy_cores >= BUSY:
             os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -86,6 +87,7 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    # VmHWM, the high-water mark of resident memory, in kB.
     status = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
     kilobytes = status[1] if status else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(kilobytes) * 1024
@@ -145,6 +147,7 @@ def cpu_limits() -> CpuLimits:
     """Return the limits of this process, by its CPU mask and the lowest quota of its cgroups."""
     quotas = []
     for folder in _cgroup_folders("cpu"):
+        # One file in version 2 of cgroups, two in version 1.
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with suppress(OSError, ValueError):  # ValueError: "max"
                 words = " ".join((folder / name).read_text() for name in names)
@@ -159,6 +162,7 @@ def memory_bytes() -> int:
     """Return the bytes of memory that this process may use, by machine and cgroup."""
     limits = [psutil.virtual_memory().total]
     for folder in _cgroup_folders("memory"):
+        # The file of version 1 has a huge number where there is no limit.
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # ValueError: "max"
                 limits.append(int((folder / name).read_text()))
@@ -190,7 +194,7 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | package_versions(),
         "hardware": {
             "host": platform.node(),
-            "cpu": cpu[1] if cpu else platform.machine(),
+            "cpu": cpu[1] if cpu else platform.machine(),  # ARM's cpuinfo names no model
             "instruction_set": instruction_set(),
             "cpus": cores(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -200,6 +204,7 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
+    # --exclude: the hash alone, not the number of commits since a tag.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(FileNotFoundError):  # git may not be installed
         answer = subprocess.run(

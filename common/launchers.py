@@ -32,6 +32,7 @@ LAUNCHERS = {
     "pals": Variables(
         "PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE", local_size="PMI_LOCAL_SIZE", job="PALS_APID"
     ),
+    # Last: an mpirun or torchrun inside a Slurm job inherits Slurm's variables.
     "slurm": Variables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any]:
     """Return a figure of ``width`` x ``height`` inches, and its axes."""
+    # Not pyplot, which keeps each figure in memory until it is closed.
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -55,6 +55,7 @@ def find_task(name: str) -> Task:
 
 def named_root(config: Mapping[str, Any]) -> str:
     """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
+    # A shell does not expand the ~ in --set DATA.root=~/images.
     return os.path.expanduser(config["DATA"]["root"] or os.environ.get("DATA") or "")
 
 
@@ -75,6 +76,7 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
             f"DATA.root=/path{fetched}"
         )
     path = Path(root).resolve()
+    # Empty: the file system may not be mounted.
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"
         maker = (

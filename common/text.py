@@ -25,6 +25,7 @@ def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> No
     wrap = textwrap.TextWrapper(
         80,
         subsequent_indent=" " * indent,
+        # A path or a flag that is cut could not be copied.
         break_long_words=False,
         break_on_hyphens=False,
         expand_tabs=False,
@@ -74,6 +75,7 @@ def list_some(names: Sequence[str], most: int = 5) -> str:
 def print_some(lines: Sequence[str], most: int = 20) -> None:
     """Print the first lines, of which there may be a million, and how many more there are."""
     for line in lines[:most]:
+        # `printable` would escape a tab, which is a control character.
         print(printable(line.expandtabs(1)))
     if len(lines) > most:
         print(f"... and {len(lines) - most:,} more")

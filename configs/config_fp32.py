@@ -20,7 +20,7 @@ WARMUP_EPOCHS = 1
 LR_SCHEDULE = "linear"
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
-OPTIMIZER = dict(name="sgd", momentum=0.0)
+OPTIMIZER = dict(name="sgd", momentum=0.0)  # as in the source
 clip_grad_norm = 1.0
 
 MODEL = dict(

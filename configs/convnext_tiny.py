@@ -21,9 +21,10 @@ LEARNING_RATE = 4e-3
 WEIGHT_DECAY = 0.05
 OPTIMIZER = dict(name="adamw", decay_all=False)
 EMA = 0.9999
-EMA_WARMUP = False
+EMA_WARMUP = False  # timm's ModelEma, which the source uses, has none
 
 MODEL = dict(timm="convnext_tiny.fb_in1k", drop_path_rate=0.1)
+# torchvision: timm's RandAugment runs on the CPU.
 DATA = dict(loader="torchvision", randaugment="rand-m9-mstd0.5-inc1", eval_crop=0.875)
 LABEL_SMOOTHING = 0.1
 MIXUP = 0.8

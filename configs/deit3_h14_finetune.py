@@ -10,5 +10,5 @@ Source: https://arxiv.org/abs/2204.07118: 85.2 % top-1 at 224 px. Not run by thi
 from configs.deit3_b16_finetune import *
 from configs.deit3_h14 import MODEL
 
-MICRO_BATCH_SIZE = 32
+MICRO_BATCH_SIZE = 32  # the source's, on 16 GPUs
 MODEL = dict(MODEL, image_size=224, drop_path=0.55)

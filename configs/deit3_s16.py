@@ -24,6 +24,7 @@ LR_SCHEDULE = "timm"
 WARMUP_LR = 1e-6
 MIN_LR = 1e-5
 WEIGHT_DECAY = 0.05
+# The source trains by apex's FusedLAMB, with the epsilon of DeiT's script.
 OPTIMIZER = dict(name="lamb", variant="apex", eps=1e-8, decay_all=False)
 
 MODEL = dict(
@@ -35,11 +36,11 @@ MODEL = dict(
     num_classes=1000,
     drop_path=0.05,
     init_values=1e-4,
-    no_embed_class=True,
+    no_embed_class=True,  # as in timm's deit3 models
 )
 MIXUP = 0.8
 CUTMIX = 1.0
-BCE_THRESHOLD = 0.0
+BCE_THRESHOLD = 0.0  # all classes of a blended label are on
 THREE_AUGMENT = True
 COLOR_JITTER = 0.3
 DATA = dict(repeats=3, interpolation="bicubic", eval_crop=1.0)

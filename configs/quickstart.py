@@ -24,6 +24,7 @@ MODEL = dict(
     image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_ratio=2.0, num_classes=10
 )
 MIXUP = 0.2
+# Mild crops, and no mirroring: a mirrored digit is no digit.
 DATA = dict(
     root="data/digits", crop_scale=(0.5, 1.0), crop_ratio=(0.85, 1.18), flip=False, eval_crop=1.0
 )

@@ -20,7 +20,7 @@ MICRO_BATCH_SIZE = 256  # x 16 accumulated x 8 GPUs; the accumulation adapts to 
 GPUS = 8
 
 NUM_EPOCHS = 300
-WARMUP_EPOCHS = NUM_EPOCHS / 2
+WARMUP_EPOCHS = NUM_EPOCHS / 2  # as in the source, whose accuracy drops at the end of it
 LR_SCHEDULE = "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1

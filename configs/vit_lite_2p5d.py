@@ -9,5 +9,5 @@ Expected: the same curves as vit_lite_vanilla. Not run by this project at full l
 
 from configs.vit_lite_vanilla import *
 
-TENSOR_PARALLEL_SIZE = 4
+TENSOR_PARALLEL_SIZE = 4  # one square of 2 x 2: depth 1, as in the source
 TENSOR_PARALLEL_MODE = "2.5d"

@@ -24,6 +24,6 @@ WEIGHT_DECAY = 6e-2
 OPTIMIZER = dict(name="adamw", decay_all=False)  # matrices only
 
 MODEL = MODEL | dict(dropout=0.0, drop_path=0.1)
-DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))
+DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))  # of all pixels
 MIXUP = 0.8
 CUTMIX = 1.0

@@ -35,6 +35,6 @@ MODEL = dict(
     stem="conv",
     pool="seq",
 )
-DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))
+DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))  # of all pixels
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

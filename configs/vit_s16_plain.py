@@ -38,6 +38,7 @@ MODEL = dict(
     position="sincos2d",
 )
 MIXUP = 0.2
+# big_vision's inception_crop takes 5 to 100 % of the area; its values are from -1 to 1.
 DATA = dict(crop_scale=(0.05, 1.0), randaugment=(2, 10), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

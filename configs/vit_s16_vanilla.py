@@ -23,11 +23,12 @@ LABEL_SMOOTHING = 0.1
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 32
 
+# Dropout is not in the source's config: it is the default of its model.
 MODEL = dict(
     image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000, dropout=0.1
 )
-DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-SEED = 42
+DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))  # 127.5 for both in the source
+SEED = 42  # the source's
 GPUS = 8
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

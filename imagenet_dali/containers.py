@@ -40,6 +40,7 @@ def find_containers(root: Path) -> list[str]:
     """Return the parquet files or else the tars of a source, as paths relative to `root`."""
     # A compressed tar is refused when it is listed.
     for suffix in (".parquet", ".tar", ".tar.gz"):
+        # In the folder itself, or one level down as in Hugging Face's data/.
         paths = itertools.chain(root.glob(f"*{suffix}"), root.glob(f"*/*{suffix}"))
         names = sorted(path.relative_to(root).as_posix() for path in paths)
         if names:
@@ -49,6 +50,7 @@ def find_containers(root: Path) -> list[str]:
 
 def split_of(container: str) -> str:
     """Return the split that a word of a path names, or ""."""
+    # "data/train-00000-of-00002.parquet" has the words data, train, of and parquet.
     for word in re.split(r"[^a-z]+", container.lower()):
         match = SPLIT_NAME.fullmatch(word)
         if match:
@@ -106,6 +108,7 @@ def _list_each(
         if columns != printed:
             print(f"{printable(path)}: {columns}")
             printed = columns
+        # Labels are numbers: with other names in another file they would mean other classes.
         if table.class_names and class_names not in (None, table.class_names):
             raise UserError(
                 f"{path}: its class names are not those of labels.txt or an earlier file: equalise "
@@ -262,6 +265,7 @@ def _open_parquet(path: Path) -> Iterator[ParquetTable]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
+            # Where datasets has written the file, its metadata has the names of the classes.
             features = {}
             if b"huggingface" in (schema.metadata or {}):
                 features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]

@@ -64,7 +64,7 @@ def list_source(
     if folders:
         origin = f"{folders[name].name}/"
     elif "" in present:
-        origin = "the whole folder"
+        origin = "the whole folder"  # which has no splits of its own
     splits = {name: source.splits[name]} if split else source.splits
     return replace(source, splits=splits, validation=origin + unused)
 
@@ -74,6 +74,7 @@ def _list_layout(
 ) -> tuple[ImageListing, Mapping[str, Path]]:
     """Return the images, and the folder or archive of each split that is there."""
     containers = find_containers(root)
+    # By split: one container of each is enough to name it in a message.
     archived = {split_of(container): root / container for container in containers}
     has_train_tar = (root / TRAIN_TAR).is_file()
     if has_train_tar:

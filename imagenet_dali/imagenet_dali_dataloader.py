@@ -157,6 +157,7 @@ class DaliReader:
             "mixed" if device.type == "cuda" else "cpu",
             not decodes_windows(),
             batch_size=batch,
+            # DALI needs a thread, even where DATA.workers=0.
             num_threads=max(1, workers),
             device_id=device.index,
         )
@@ -238,6 +239,7 @@ class DaliReader:
 
     def _explain(self, error: Exception) -> Exception:
         """Return what to raise for DALI's error, a record's if a strict decoder refuses it, too."""
+        # Without the stack: its function names may contain "alloc" in any error.
         if OUT_OF_MEMORY.search(str(error).partition("Stacktrace")[0]):
             return UserError(
                 f"DALI has too little memory to decode a batch of {self.batch} images: lower "

@@ -91,10 +91,12 @@ def _key(name: str) -> str:
 
 def _read_rows(path: Path) -> tuple[Sequence[str], Rows]:
     """Return the names of the columns, and the rows that are not empty."""
+    # Excel writes a byte-order mark, which would be part of the first column's name.
     text = read_text(path, MAX_TABLE).removeprefix("\ufeff")
     reader = csv.DictReader(
         io.StringIO(text, newline=""),
         restval="",
+        # Where a comma is the decimal point, spreadsheets separate by semicolons: the header tells.
         delimiter=max(",;\t", key=text.partition("\n")[0].count),
         skipinitialspace=True,
         strict=True,  # a quote that is not closed would take in all that follows

@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
     except KeyboardInterrupt as stopped:
         print("stopped; rerun the command to resume", file=sys.stderr)
+        # As a shell reports a signal: 130 after Ctrl-C, 143 after SIGTERM.
         sys.exit(128 + (stopped.args or (signal.SIGINT,))[0])
 
 
@@ -126,6 +127,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     """Raise `UserError` for flags that do not go together, or are out of range."""
+    # DEST, --check and --adopt name the three modes: exactly one of them.
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     mode = "--check" if args.check else "--adopt"
@@ -204,7 +206,7 @@ def prepare(
         files=listed.fingerprint,
         validation_share=VALIDATION_SHARE if validation_share is None else validation_share,
         shards=shards,
-        seed=0,
+        seed=0,  # of `plan_shards`, which has no other
         quality=QUALITY,
         short_side=short_side,
         split=split,
@@ -221,6 +223,7 @@ def prepare(
         # In the plan's order, whichever was finished first.
         splits[name] = [shards_by_name[shard] for shard in plan if shard.startswith(f"{name}/")]
     write_dataset(dest, splits, listed.class_names, 0, job)
+    # Only after the manifest: a call that is stopped in between is complete.
     shutil.rmtree(dest / PARTIAL)
     for name, of_split in splits.items():
         images = sum(len(shard.rows) for shard in of_split)

@@ -88,6 +88,7 @@ class ImageListing:
     def fingerprint(self) -> str:
         """A checksum over names, labels, sizes and times of the images, which are not read."""
         parts: list[object] = [*self.class_names]
+        # Sorted: the order in which a file system lists them must not count.
         for name, label in sorted(itertools.chain(*self.splits.values())):
             # A position tells its size. If the content of a container changes, its time does.
             state = self.positions.get(name) or file_state(self.root / name)

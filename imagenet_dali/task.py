@@ -32,6 +32,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
             "or install nvidia-dali-cuda130"
         )
+    # Set by evaluate alone: without training images there is nothing more to check.
     split = data.get("eval_split")
     if split:
         images = open_images(data, split)
@@ -128,6 +129,7 @@ def open_images(data: Mapping[str, Any], split: str) -> ImageSplit:
     """
     root = Path(data["root"])
     labels = data["labels"]
+    # PARTIAL: a data set whose preparation was stopped is refused, not read as a folder.
     if data["loader"] == "dali" or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
         if labels or data["columns"]:
             raise UserError(
@@ -187,6 +189,6 @@ TASK = Task(
     describe=describe_data,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
-    train_samples=1_281_167,
+    train_samples=1_281_167,  # assumed by a dry run without the data
     has_splits=True,
 )

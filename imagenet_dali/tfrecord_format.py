@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
-MASK_DELTA = 0xA282EAD8
+MASK_DELTA = 0xA282EAD8  # kMaskDelta of tensorflow/core/lib/hash/crc32c.h
 
 # An Example has Features, a map of names to a Feature, which is one of three lists of values.
 EXAMPLE_PROTO = """
@@ -73,6 +73,7 @@ def unframe(record: bytes | memoryview) -> memoryview:
 
     Raises `BadSampleError` if a checksum is wrong.
     """
+    # Slices of bytes would be copies.
     record = memoryview(record)
     payload = record[HEADER_BYTES:-FOOTER_BYTES]
     if record[:HEADER_BYTES] != _header(len(payload)):
@@ -92,7 +93,7 @@ def build_example(
         "encoded": image,
         "format": b"JPEG",
         "class/text": text.encode(),
-        "filename": filename.encode(errors="surrogateescape"),
+        "filename": filename.encode(errors="surrogateescape"),  # names need not be valid UTF-8
     }
     feature = example.features.feature
     for key, value in numbers.items():

@@ -132,6 +132,7 @@ def report_refused(root: Path, refused: list[str], total: int, max_refused: floa
 
     Raises `UserError` if they are more than `max_refused` of `total`, or all.
     """
+    # An earlier call's list would otherwise stay when nothing is refused.
     (root / REFUSED).unlink(missing_ok=True)
     if not refused:
         return
@@ -147,6 +148,7 @@ def report_refused(root: Path, refused: list[str], total: int, max_refused: floa
 
 def _find_shards(root: Path, word: str) -> list[str]:
     """Return the shards of a split named `word`, by their paths from `root`, sorted."""
+    # Shards lie in the folder itself, unless it has a folder of that name.
     paths = root.glob(f"{word}-*")
     for folder in root.glob("*"):
         if folder.name.lower() == word and folder.is_dir():
@@ -169,7 +171,7 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
     path = root / name
     rows = []
     refused = []
-    number = -1
+    number = -1  # number + 1 is how many records precede a fault
     end = 0
     try:
         for number, (offset, record) in enumerate(scan(path)):

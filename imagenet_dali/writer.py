@@ -41,7 +41,7 @@ from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 QUALITY = 95  # JPEG quality of images that are encoded again
 RESAMPLING = Image.Resampling.LANCZOS
 ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
-_JPEG_MAGIC = b"\xff\xd8\xff"
+_JPEG_MAGIC = b"\xff\xd8\xff"  # start of image, and the first byte of the next marker
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -173,6 +173,7 @@ def _read(task: ShardTask, number: int, in_memory: dict[RowPosition, bytes]) -> 
             raise BadSampleError(str(error).removeprefix(f"{path}: ")) from error
     if isinstance(position, RowPosition):
         if position not in in_memory:
+            # A row group is decompressed as a whole: it is read once for many images.
             ahead = task.positions[number : number + ROWS_IN_MEMORY]
             rows = [row for row in ahead if isinstance(row, RowPosition)]
             in_memory |= read_rows(task.source, rows)
@@ -219,6 +220,7 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
         check_pixels(height, width)  # pyright: ignore[reportArgumentType]
+        # libjpeg converts the four-channel spaces to CMYK only.
         simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
     except ValueError as error:
         raise BadSampleError(f"{UNREADABLE}{error}") from error

@@ -125,6 +125,7 @@ def measure_step(
 
     settings = [f"MODEL.{key}={value}" for key, value in MODELS[model].items()]
     settings += ["MODEL.dropout=0.0", f"TOTAL_BATCH_SIZE={BATCH}"]
+    # The warm-up takes in compilation.
     steps, warm_up = (2, 1) if TINY else (30, 12)
     work = timed_steps.Work((*settings, *more), steps, warm_up, how)
     # Free what the variant before has left: graphs that hold tensors, and compiled code.
@@ -178,11 +179,15 @@ def ceilings() -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     make = partial(torch.randn, device=timed_steps.DEVICE)
+    # 1.1 GB of float32, far more than a GPU's cache holds.
     source = make(1 << (16 if TINY else 28))
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source))
+    # Each byte is read and written.
     write_row(piece="ceilings", what="copy", tb_per_s=2 * source.nbytes / seconds / 1e12)
     rows = 64 if TINY else 256 * 197  # tokens of a batch
+    # qkv, projection, fc1 and fc2 of ViT-B/16; then fc1's weight gradient, fc1 of ViT-S, and a
+    # square that shows what the GPU reaches at best.
     shapes = [(rows, 768, 2304), (rows, 768, 768), (rows, 768, 3072), (rows, 3072, 768)]
     shapes += [(3072, rows, 768), (rows, 384, 1536), (8192, 8192, 8192)]
     for m, k, n in shapes[:2] if TINY else shapes:
@@ -256,6 +261,7 @@ def photographs() -> Path:
         for folder in (WORK / "images", shards):
             shutil.rmtree(folder, ignore_errors=True)
         write_photographs(WORK / "images", "abcd", 128 if TINY else 8192, 500, 400)
+        # A sixteenth, 512 images, for validation.
         prepare(WORK / "images", shards, cores(), validation_share=0.0625)
     return shards
 
@@ -394,6 +400,7 @@ def _run_piece(name: str, at_once: int, end: float) -> None:
     """
     command = [sys.executable, __file__, "piece", name]
     environ = os.environ | {"PYTHONUNBUFFERED": "1", "OUT": str(OUT)}
+    # Pieces that run at once share the cores.
     environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4" if at_once > 1 else str(os.cpu_count())
     # What the tests start finds the project by it, where that is not installed.
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
@@ -416,6 +423,7 @@ def _run_piece(name: str, at_once: int, end: float) -> None:
         said += [f"    {line[:220]}" for line in (telling or lines)[-6:]]
     print("\n".join(said), flush=True)  # at once: other threads print too
     with (OUT / "logs.txt").open("a") as file:
+        # The beginning and the end: a piece that repeats an error prints without limit.
         file.write(f"===== {name}: {ended}\n{text[:30_000]}\n{text[30_000:][-60_000:]}\n")
 
 

@@ -69,6 +69,7 @@ class SavedRun:
         """
         model = build_model(**self.config["MODEL"])
         weights = self.load_weights()
+        # First, since the error of `load_state_dict` has a line for each tensor.
         check_shapes(self.checkpoint / self.weights, weights, model)
         model.load_state_dict(weights)
         return model.eval()
@@ -87,7 +88,7 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     Raises `UserError` for anything else.
     """
     checkpoint, chosen = _choose_checkpoint(name)
-    run = checkpoint.parent.parent
+    run = checkpoint.parent.parent  # <run>/checkpoints/<checkpoint>
     about = read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
     weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA

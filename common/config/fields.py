@@ -50,6 +50,7 @@ class Section(Schema):
     Unknown ones are refused, and no value is converted but a list to a tuple.
     """
 
+    # The string literal below a key becomes its description.
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
@@ -74,9 +75,10 @@ def parse(
         problems = [problem for problem in problems if problem["type"] not in known]
     # an unknown key first: it may be a missing one, misspelt
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
+    # The first alone: a line for each would hide the one to begin with.
     for problem in problems:
         raise UserError(_explain(problem, section, values, f"{where}: " if where else ""))
-    return section.model_construct()
+    return section.model_construct()  # with ``is_part`` alone: no value is wrong
 
 
 def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
@@ -84,6 +86,7 @@ def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     keys = {}
     for name, field in section.model_fields.items():
         keys[prefix + name] = field
+        # The arguments too: those of "Parallel | None" are a section and None.
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
                 keys |= all_keys(kind, f"{prefix}{name}.")

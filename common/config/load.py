@@ -47,6 +47,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     values = {key: value for key, value in assigned.items() if not _is_helper(key, used)}
     recipe = {}
     if base and "MODEL" not in values:
+        # With the file's own values, from which the recipe derives others.
         recipe, _ = execute(find_config(base), {**values, **overrides})
     keys_of_file = set(values)
     notes = read_original(values, recipe, base)
@@ -193,6 +194,7 @@ def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     size, mode = config["TENSOR_PARALLEL_SIZE"], config["TENSOR_PARALLEL_MODE"]
     parallel = config["parallel"] or {}
+    # `parallel` counts where it is stated; the two keys may only agree with it.
     tensor = dict(size=size, mode=mode) | (parallel.get("tensor") or {})
     if size not in (1, tensor["size"]) or mode not in (None, tensor["mode"]):
         raise UserError(
@@ -201,4 +203,5 @@ def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if tensor["mode"] == "2.5d":
         tensor = dict(depth=1) | tensor
+    # The number of processes is not known yet: `build_plan` checks that the size divides it.
     return resolve_parallel(dict(parallel, tensor=tensor), world_size=tensor["size"])

@@ -150,6 +150,7 @@ class TimmModel(Section):
 
 def choose_model(value: Any, parse_shape: Any) -> Any:
     """Return MODEL's ``value`` as `TimmModel` where it names one, else by ``parse_shape``."""
+    # A ``timm`` that is no text goes to ``parse_shape``, which refuses it as any wrong value.
     has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
     return parse(TimmModel, value) if has_name else parse_shape(value)
 
@@ -162,6 +163,7 @@ def pretrained_config(name: str) -> Any:
     import timm  # takes a second
     from timm.models import get_pretrained_cfg
 
+    # "vit_small_patch16_224.augreg_in21k" is an architecture and the tag of its weights.
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         known = did_you_mean(architecture, timm.list_models())

@@ -45,6 +45,7 @@ TimmRandAugment = Annotated[
 ]
 CropScale = Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)]
 CropRatio = Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 100)]
+# Images are divided by it.
 Deviation = Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)]
 
 
@@ -258,6 +259,7 @@ class Fp16(Options):
     opt_level: Literal["O0", "O1", "O2", "O3"] = OF_CHOICE
     """O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"""
 
+    # The scale's defaults are those of torch.amp.GradScaler.
     init_scale: Positive = 2.0**16
     """first scale of the loss, in float16"""
 
@@ -288,6 +290,7 @@ class TorchDdp(Options):
     bucket_cap_mb: Number = key(25, gt=0, le=2**20)
     """MiB of the buckets in which gradients are averaged"""
 
+    # torch's default, False, holds each gradient twice.
     gradient_as_bucket_view: bool = True
     """keep gradients in the buckets"""
 
@@ -393,6 +396,7 @@ class Config(Section):
     EMA_WARMUP: bool = True
     """a smaller decay in the first steps: at most (1 + step) / (10 + step)"""
 
+    # SerializeAsAny: pydantic would write a `TimmModel` with the keys of `Model` only.
     MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = Model()
     """the model's shape, or with `timm` the name of one of timm's"""
 
@@ -452,6 +456,7 @@ class Config(Section):
     TIMEOUT: Number = key(600, ge=1, le=10**7)
     """seconds without progress after which the run ends; longer than a checkpoint takes to write"""
 
+    # Colossal-AI's default.
     SEED: int = key(1024, ge=0, le=2**63 - 1)
     """seed for initialisation, sampling, augmentation, dropout"""
 
@@ -558,6 +563,7 @@ NO_EFFECT = {
     "WARMUP_LR": {"WARMUP_EPOCHS": 0},
     # It lowers the rates of the blocks, none of which is trained.
     "OPTIMIZER.layer_decay": {"FREEZE": "body"},
+    # Classes are balanced by drawing single images.
     "DATA.sampling": {"DATA.order": "blocks"},
     # A `simple` crop has one size.
     "DATA.crop_scale": {"DATA.crop": "simple"},

@@ -220,6 +220,7 @@ def build_eval_loader(
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
     """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
+    # Rounded down, as timm's short side is.
     return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
 
 

@@ -82,6 +82,7 @@ class _Stub(types.ModuleType):
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
+            # Python asks modules for __path__ and __spec__: a class would be a wrong answer.
             raise AttributeError(name)
         return type(name, (), {})
 
@@ -208,6 +209,7 @@ def repair_warmup() -> None:
     WarmupScheduler.get_lr = begin_at_full_rate
 
 
+# On import: nobody gets an upstream that is not repaired.
 repair_old_paths()
 repair_warmup()
 repair_cpu_timers()

@@ -33,6 +33,7 @@ class BatchFinder(Measurement):
         super().after_train_iter(trainer)
         if trainer.update_done:
             noise_scale: Any = trainer.engine.noise_scale
+            # It waits for the GPU in every step: this run does not measure speed.
             value = noise_scale.value().item()
             self.rows.append({"step": trainer.step, "noise_scale": value})
 

@@ -84,6 +84,7 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
         "num_heads": a.heads,
         "mlp_ratio": a.mlp_ratio,
         "num_classes": a.classes,
+        # timm's rates for attention and head stay 0: this model has no dropout there.
         "pos_drop_rate": a.dropout,
         "proj_drop_rate": a.dropout,
         "drop_path_rate": a.drop_path,

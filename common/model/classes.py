@@ -91,6 +91,7 @@ def name_classes(about: Mapping[str, Any]) -> dict[str, list[str]]:
     count = about.get("num_classes") or 0
     names = about.get("label_names") or []
     descriptions = []
+    # By the number of classes: 1,000 are those of ImageNet-1k.
     subset = None if names else infer_imagenet_subset({"num_classes": count})
     if subset is not None:
         info = ImageNetInfo(subset)

@@ -72,6 +72,7 @@ def build_lr_scheduler(
         if step < warmup_steps and warmup_lr is not None:
             return (warmup_lr + (peak - warmup_lr) * step / warmup_steps) / peak
         share = SCHEDULES[name](step, total_steps - cooldown_steps, warmup_steps)
+        # MIN_LR bounds the decay alone: a warm-up may begin below it.
         return share if step < warmup_steps else low + (1 - low) * share
 
     return LambdaLR(optimizer, factor)

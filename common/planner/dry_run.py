@@ -22,7 +22,7 @@ from common.planner.cluster import DECODE, LATENCY, Cluster
 from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
 from common.text import counted, format_table, print_wrapped
 
-INDENT = 23
+INDENT = 23  # columns of a title; values begin after them
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 DEFAULTS = {name: field.default for name, field in known_keys().items()}
 DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
@@ -89,8 +89,10 @@ def _print_phases(
         rows.append(row)
     print(f"\n{format_table(rows)}")
     totals = []
+    # The same epochs, all at MODEL's size.
     without = [Phase(0, phases[-1].end, config["MODEL"]["image_size"], full)]
     for way in (phases, without):
+        # To three digits, but without the exponent that .3g alone would print.
         petaflops = float(f"{images * _count_flops(config, way) / 1e15:.3g}")
         totals.append(f"{petaflops:,g} PFLOP, {_format_time(*_count_seconds(way, images))}")
     waits = "; * waits for decoding" if any(phase.prediction.waits for phase in phases) else ""
@@ -299,6 +301,7 @@ def _assumptions(planner: Planner) -> list[str]:
         if planner.speedup > 1:
             of_shards = " With a shard of the model, which is not compiled, it is the lower rate."
     source = "--decode-images-per-s"
+    # A rate that the user has not stated.
     if cluster.decode in DECODE.values():
         source = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; {source}"
     host = (

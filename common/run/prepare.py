@@ -45,6 +45,7 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     # Not argparse's `required`, which --help-config would need too.
     if args.config is None:
         raise UserError("--config is missing: a config file, or the name of a recipe in configs/")
+    # A misspelt key would allow nothing, and be noticed only once the run is refused.
     for key in args.allow_change:
         find_key(key)
     args.measures = args.find_lr or args.find_batch or args.profile
@@ -66,7 +67,7 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--help-config",
         nargs="?",
-        const="",
+        const="",  # all keys
         metavar="KEY",
         help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
     )
@@ -107,6 +108,7 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
     _add_alternatives(parser)
     parser.add_argument(
+        # Of the commands of Colossal-AI's benchmark and AMP example.
         "--from_torch",
         "--use_trainer",
         action="store_true",
@@ -267,7 +269,7 @@ def _check_random_start(config: Mapping[str, Any], name: str) -> None:
     fine_tuning = {
         f"FREEZE={config['FREEZE']!r}": config["FREEZE"],
         f"OPTIMIZER.layer_decay={decay}": decay < 1,
-        f"--config {name}": re.search("fine[-_]?tun", Path(name).stem),
+        f"--config {name}": re.search("fine[-_]?tun", Path(name).stem),  # as deit3_b16_finetune
     }
     for setting, is_set in fine_tuning.items():
         if is_set:

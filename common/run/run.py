@@ -89,6 +89,7 @@ class Run:
         shape = config["MODEL"]
         frozen = config["FREEZE"]
         peak = peak_images_per_s(shape, config["fp16"], self.plan.gpus, self.device, frozen)
+        # The FLOP/s of the hardware, from which images of each size get their own peak.
         peak_flops = peak * flops_per_image(shape, frozen)
         peaks = {
             resolution.image_size: peak_flops
@@ -187,6 +188,7 @@ def read_records(output: Path, kind: str) -> list[Metrics]:
 def write_config(output: Path, about: dict[str, Any]) -> None:
     """Write config.json at once: a reader, or a crash, finds the old one or the new."""
     partial = output / ".config.partial"
+    # default=str: AMP_TYPE becomes the text that the schema reads back.
     own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
     partial.replace(output / CONFIG)
 

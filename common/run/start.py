@@ -84,6 +84,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             print_wrapped(begin.finished)
         return None
+    # Memory, by which the order is chosen, may differ between hosts.
     reading = ask_first_rank(lambda: choose_order(prepared, begin.checkpoint))
     plan = replace(prepared.plan, order=reading.order)
     measurement = _build_measurement(args, output, is_main, plan)
@@ -187,6 +188,7 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
         check_init(config, args, data)
     lock_folder(output)  # Another run might remove the checkpoints that are read below.
+    # A measurement starts at step 0, whatever the folder holds.
     if args.measures:
         return StartPoint()
     path = choose_checkpoint(args.resume, output)
@@ -197,6 +199,7 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
     check_changes(path, config, output, args.allow_change)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+    # A branch begins at another run's checkpoint, after which that run may have ended.
     is_branch = not path.is_relative_to(output)
     patience = config["PATIENCE"]
     finished = None if is_branch else finished_step(path, plan.last_step, patience)
@@ -375,6 +378,7 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     smaller = range(plan.micro_batch - 1, 0, -1)
     fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
+    # It is the last size tried where none fits.
     if fitting and fitting.fits:
         remedy = (
             f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
@@ -394,6 +398,7 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
         return ""
     model = config["MODEL"]
     why = ""
+    # With an empty CUDA_VISIBLE_DEVICES the user has asked for the CPU.
     if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         why = (
             f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements "
@@ -402,6 +407,7 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     seconds = total_batch / peak_images_per_s(
         model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"]
     )
+    # A step that is quick even here needs no warning.
     if seconds < 1:
         return why and f"warning: training on the CPU{why}"
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"

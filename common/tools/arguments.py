@@ -48,4 +48,5 @@ def name_classes(run: SavedRun, file: str | None) -> None:
     outputs = run.config["MODEL"]["num_classes"]
     if len(names) != outputs:
         raise UserError(f"--classes {file}: {len(names)} names, the model has {outputs} classes")
+    # The run's descriptions belong to its own names.
     run.about["data"] |= {"class_names": names, "descriptions": []}

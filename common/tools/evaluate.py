@@ -241,6 +241,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         "weights": run.weights,
         "data": run.config["DATA"]["root"],
     }
+    # JSON has no NaN, which AUROC's limits may be.
     limits = {name: finite(interval._asdict()) for name, interval in intervals.items()}
     record = finite(metrics) | {"intervals_95": limits} | about | describe_run(argv)
     own_file(output / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -284,6 +285,7 @@ def describe_metrics(
 
 def wilson_interval(right: int, samples: int) -> Interval:
     """Return Wilson's score interval of 95 % for a share, ``right`` of ``samples``."""
+    # The normal approximation would have no width where all answers are right.
     share = right / samples
     spread = NORMAL_95**2 / samples
     middle = share + spread / 2

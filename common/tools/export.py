@@ -115,6 +115,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
         "pretrained_cfg": {
             "num_classes": classes,
             "input_size": [3, size, size],
+            # The position embedding of our ViT fixes the size.
             "fixed_input_size": known.get("fixed_input_size", True),
             "interpolation": data["interpolation"],
             "crop_pct": crop_share(size, short_side),
@@ -149,6 +150,7 @@ def _compare(model: nn.Module, exported: Forward, size: int) -> float:
 
 def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
     _save(model, output, {"format": "pt"})
+    # Read back by timm itself, as its users do.
     return timm.create_model(f"local-dir:{output.resolve()}", pretrained=True).eval()
 
 

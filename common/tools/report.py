@@ -81,6 +81,7 @@ class RecordedRun:
 
     def median(self, name: str, form: str) -> str:
         """Return the median of a training metric, scaled as in `CHARTS`, by the format ``form``."""
+        # Not the mean: the first record has the time of compilation in it.
         values = [line[name] for line in self.of_kind("train") if line.get(name) is not None]
         return form.format(CHARTS[name].scale * statistics.median(values)) if values else ABSENT
 
@@ -146,6 +147,7 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
             f"{run.name} has no evaluation yet, so no result: train it for longer, or lower "
             "EVAL_EVERY"
         )
+    # Not the best one, which is chosen on the images it is measured on.
     last = evaluations[-1]
     # Only with LOG.noise_scale.
     noise_scale = train[-1].get("noise_scale")
@@ -292,6 +294,7 @@ def color_runs(count: int) -> list[str]:
     """Return a colour for each of ``count`` runs, as HTML names it."""
     from matplotlib import colormaps, colors  # takes half a second to import
 
+    # tab10 has ten colours that differ well; turbo has any number.
     palette = colormaps["tab10"] if count <= 10 else colormaps["turbo"].resampled(count)
     return [colors.to_hex(palette(number)) for number in range(count)]
 

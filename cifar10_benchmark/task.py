@@ -143,7 +143,7 @@ class MemoryReader:
     def __init__(
         self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device
     ) -> None:
-        # The whole split, 154 MB for CIFAR-10: a step copies indices to the device, but no images.
+        # The whole split, up to 154 MB for CIFAR-10: a step sends indices to the device, no images.
         self._images = torch.from_numpy(images.images).to(device)
         self._labels = torch.from_numpy(images.labels).to(device)
         self._normalize = Normalizer(data["mean"], data["std"], device)

@@ -41,5 +41,5 @@ def describe_sizes(counts: Sequence[int], names: Sequence[str]) -> str:
         return ""
     shown = [f"{name[:16]} {count:,}" for count, name in classes]
     if len(shown) > 4:
-        shown[2:-2] = ["..."]  # two of each end
+        shown[2:-2] = ["..."]  # keeps two of each end
     return ", ".join(shown)

@@ -289,7 +289,8 @@ def smooth(pixels: Tensor) -> Tensor:
     inner = blurred[..., 1:-1, 1:-1]
     # Pillow's smoothing filter: weight 5 for a pixel and 1 for each of its 8 neighbours.
     neighbours = 9 * F.avg_pool2d(pixels, 3, 1)
-    inner.copy_(neighbours.add_(inner, alpha=4).div_(13).round_())
+    smoothed = neighbours.add_(inner, alpha=4).div_(13)
+    inner.copy_(smoothed.round_())
     return blurred
 
 

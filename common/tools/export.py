@@ -115,7 +115,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
         "pretrained_cfg": {
             "num_classes": classes,
             "input_size": [3, size, size],
-            # The position embedding of our ViT fixes the size.
+            # Our ViT's, as timm's: its position embedding is for one size.
             "fixed_input_size": known.get("fixed_input_size", True),
             "interpolation": data["interpolation"],
             "crop_pct": crop_share(size, short_side),

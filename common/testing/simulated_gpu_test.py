@@ -25,7 +25,6 @@ ALLOWED = {
     "common/engine/groups.py:join_groups",
     "common/engine/engine.py:initialize",
     "common/data/crops.py:Normalizer.__init__",
-    "common/metrics/hook.py:MetricsHook._mean_loss",
     "common/metrics/hook.py:MetricsHook._train_figures",
     "common/metrics/hook.py:MetricsHook.state_dict",
     "common/metrics/hook.py:MetricsHook.load_state_dict",

@@ -1,5 +1,6 @@
 """Figures as all pictures of the project have them, drawn with Matplotlib."""
 
+import textwrap
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,21 @@ def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any
     return figure, axes
 
 
-def place_legend(axes: "Axes", columns: int = 4) -> None:
-    """Put the legend above the axes, where it hides no data."""
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2
-    )
+def wrap_text(figure: Any, text: str) -> str:
+    """Break the text into lines that fit in the figure's width."""
+    # Ten characters an inch: most are narrower at 10 points, capitals about as wide.
+    return textwrap.fill(text, int(10 * figure.get_figwidth()))
+
+
+def place_legend(axes: "Axes", columns: int = 1) -> None:
+    """Put the legend below the axes, where it hides no data; entries in one column may be long."""
+    figure: Any = axes.figure
+    handles, labels = axes.get_legend_handles_labels()
+    labels = [wrap_text(figure, label) for label in labels]
+    # The figure grows by about the legend's height, so that the axes keep theirs.
+    lines = "\n".join(labels).count("\n") + 1
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines / columns)
+    figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False)
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_finished_run_is_left_as_it_is(train, trained):
     times = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     ended = train(*in_words("LOG.every=1", "TIMEOUT=60", "KEEP=1"))
     assert ended.stderr == ""
-    said = "this run is finished.*nothing was trained.*--set NUM_EPOCHS=N .now 2.*--output DIR"
+    said = "this run is finished.* best top1 .*nothing was.*--set NUM_EPOCHS=N .now 2.*--output DIR"
     assert re.search(said, ended.words)
     for setting, line in {
         "LEARNING_RATE=5": " .was 0.01.: .* the earlier values; .*--allow-change LEARNING_RATE",

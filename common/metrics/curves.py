@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.metrics.metrics_file import Metrics, read_metrics
-from common.plot import build_figure, place_legend, save_figure
+from common.plot import build_figure, place_legend, save_figure, wrap_text
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
 
@@ -33,6 +33,12 @@ class Curves:
             self.is_stale = False
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a run's config; {} for a folder of metrics alone, which has none."""
+    file = folder / "config.json"
+    return json.loads(file.read_text())["config"] if file.exists() else {}
+
+
 def name_loss(config: Mapping[str, Any]) -> str:
     """Return what the training loss is; that of an evaluation is always the cross-entropy."""
     parts = ["cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"]
@@ -48,8 +54,8 @@ def name_loss(config: Mapping[str, Any]) -> str:
 def draw_curves(folder: Path) -> None:
     """Plot a run's losses to loss.jpeg, and its top-1 and top-5 accuracy to acc.jpeg."""
     records = read_metrics(folder)
-    file = folder / "config.json"  # A folder of metrics alone has none.
-    config = json.loads(file.read_text())["config"] if file.exists() else {}
+    # The names of a sweep's runs have no spaces, at which lines break.
+    title = folder.resolve().name.replace(",", ", ")
 
     def draw(picture: str, ylabel: str, scale: float, curves: Sequence[tuple[str, ...]]) -> None:
         figure, axes = build_figure()
@@ -66,12 +72,12 @@ def draw_curves(folder: Path) -> None:
                 markersize=4,
             )
         axes.set(xlabel="optimizer step", ylabel=ylabel)
-        axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
+        axes.set_title(wrap_text(figure, title), fontsize="medium")
         place_legend(axes)
         save_figure(figure, folder / picture)
 
     losses = [
-        ("train", "loss", f"training: {name_loss(config)}", "-"),
+        ("train", "loss", f"training: {name_loss(read_config(folder))}", "-"),
         ("eval", "loss", "evaluation: cross-entropy", "o-"),
     ]
     accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]

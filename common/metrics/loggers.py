@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import own_file, read_text
-from common.metrics.curves import Curves
+from common.metrics.curves import Curves, read_config
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
 from common.text import did_you_mean, printable
 
@@ -190,10 +190,11 @@ class ProgressBar:
     """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
 
     On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and
-    at the end.
+    at the end. Each evaluation prints a line of its own, with the metric of BEST.
     """
 
-    def __init__(self, _: Path, start: int, total_steps: int):
+    def __init__(self, folder: Path, start: int, total_steps: int):
+        self.folder = folder
         # tqdm's own lock is shared with forked processes, and a killed one may never release it
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
@@ -216,12 +217,13 @@ class ProgressBar:
                 self._show("skipped", f"{metrics['skipped']}")
         else:
             self._show("top1", f"{metrics['top1']:.3f}")
-            text = (
-                "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} "
-                "on {samples:,} images"
-            )
+            best = read_config(self.folder).get("BEST", "top1")
+            names = dict.fromkeys(["top1", "top5", "loss", best])
+            figures = ", ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
             with suppress(OSError):  # standard output is closed
-                self.bar.write(text.format(**metrics))
+                self.bar.write(
+                    f"epoch {metrics['epoch']:g}: {figures} on {metrics['samples']:,} images"
+                )
 
     def _show(self, name: str, value: str) -> None:
         """Show ``value`` after the bar from now on."""

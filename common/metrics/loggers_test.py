@@ -70,7 +70,9 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
 ):
     save = Mock()
     monkeypatch.setattr(curves, "save_figure", save)
-    (tmp_path / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "CUTMIX": 1.0}}')
+    (tmp_path / "config.json").write_text(
+        '{"config": {"BCE_THRESHOLD": 0.0, "CUTMIX": 1.0, "CLASS_WEIGHTS": "balanced"}}'
+    )
     file, logger = JsonLines(tmp_path), curves.Curves(tmp_path)
     for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
         file(record)
@@ -83,9 +85,15 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
     drawn = {}
     for (figure, path), _ in save.call_args_list[2:]:
         lines = figure.axes[0].lines
+        figure.draw_without_rendering()
+        legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+        assert legend.x1 < figure.bbox.x1
+        assert legend.y1 < axes.y0
+        assert axes.width > 0.8 * figure.bbox.width
         drawn[path.name] = [(line.get_label(), line.get_xydata().tolist()) for line in lines]
     assert str(drawn) == (
-        "{'loss.jpeg': [('training: binary cross-entropy, cutmix 1.0', [[2.0, 2.0], [3.0, nan]]), "
+        "{'loss.jpeg': [('training: binary cross-entropy, cutmix 1.0, class weights balanced', "
+        "[[2.0, 2.0], [3.0, nan]]), "
         "('evaluation: cross-entropy', [[4.0, 1.5]])], "
         "'acc.jpeg': [('top-1', [[4.0, 25.0]]), ('top-5', [[4.0, 50.0]])]}"
     )
@@ -97,6 +105,13 @@ def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, caps
     progress.bar.dynamic_ncols = lambda file: (80, 24)
     progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
     progress(EVAL)
+    (tmp_path / "config.json").write_text('{"config": {"BEST": "auroc"}}')
+    progress(EVAL | {"auroc": 0.75})
+    line = "epoch 1: top1 0.2500, top5 0.5000, loss 1.5000"
+    assert capsys.readouterr().out.split("\n")[:2] == [
+        f"{line} on 8 images",
+        f"{line}, auroc 0.7500 on 8 images",
+    ]
     progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
     words = r"50% 14000/28000 20:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
     assert re.fullmatch(words, str(progress.bar))

@@ -116,5 +116,5 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     if best:
         axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
-    place_legend(axes)
+    place_legend(axes, columns=3)
     save_figure(figure, path)

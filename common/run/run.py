@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,14 +168,10 @@ class Run:
                 print(f"noise scale  {images} images at {step}, batch {self.plan.total_batch:,}")
                 break
         evaluations = read_records(self.output, "eval")
-        marked = best_checkpoint(folder)  # a branch has its own, not that of its origin
-        best = [
-            record for record in evaluations if checkpoint_path(folder, record["step"]) == marked
-        ]
-        if best and best[0]["step"] != evaluations[-1]["step"]:
-            where = f"checkpoints/{checkpoint_path(folder, best[0]['step']).name}"
-            figure = f"{config['BEST']} {best[0].get(config['BEST'], math.nan):.4f}"
-            print(f"best         {figure} at step {best[0]['step']} ({where})")
+        best = find_best(self.output, evaluations)
+        if best and best["step"] != evaluations[-1]["step"]:
+            where = f"checkpoints/{checkpoint_path(folder, best['step']).name}"
+            print(f"best         {describe_best(best, config['BEST'])} ({where})")
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 
@@ -183,6 +180,21 @@ def read_records(output: Path, kind: str) -> list[Metrics]:
     with suppress(UserError):
         return [record for record in read_metrics(output) if record["kind"] == kind]
     return []
+
+
+def find_best(output: Path, evaluations: Sequence[Metrics]) -> Metrics | None:
+    """Return the evaluation of checkpoints/best; None where it is not known."""
+    folder = output / "checkpoints"
+    marked = best_checkpoint(folder)  # a branch has its own, not that of its origin
+    for record in evaluations:
+        if checkpoint_path(folder, record["step"]) == marked:
+            return record
+    return None
+
+
+def describe_best(best: Metrics, metric: str) -> str:
+    """Return its ``metric``, the config's BEST, and its step."""
+    return f"{metric} {best.get(metric, math.nan):.4f} at step {best['step']}"
 
 
 def write_config(output: Path, about: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ from common.run.prepare import (
     prepare_run,
     spare_classes,
 )
-from common.run.run import Run, read_records
+from common.run.run import Run, describe_best, find_best, read_records
 from common.task import Task, named_root
 from common.text import first_line, print_wrapped
 
@@ -207,7 +207,7 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
         unlock_folder(output)
         limit = longer if finished >= plan.last_step else "PATIENCE"
         remedy = f"--set {limit}=N (now {config[limit]})"
-        return StartPoint(path, _describe_finished(output, finished, remedy))
+        return StartPoint(path, _describe_finished(output, finished, config["BEST"], remedy))
     step = read_trainer_state(path)["trainer"]["step"]
     # a branch has to have a step of its own
     if step + is_branch > plan.last_step:
@@ -218,13 +218,15 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     return StartPoint(path)
 
 
-def _describe_finished(output: Path, step: int, remedy: str) -> str:
+def _describe_finished(output: Path, step: int, metric: str, remedy: str) -> str:
     """Return why nothing is trained in the folder of a finished run."""
     evaluations = read_records(output, "eval")
     top1 = f"{evaluations[-1]['top1']:.4f}" if evaluations else "?"
+    best = find_best(output, evaluations)
+    known = f", best {describe_best(best, metric)}" if best else ""
     return (
-        f"{output}: this run is finished, at step {step} with top1={top1}; nothing was "
-        f"trained. Extend it with {remedy}, or start another with --output DIR"
+        f"{output}: this run is finished, at step {step} with top1={top1}{known}; "
+        f"nothing was trained. Extend it with {remedy}, or start another with --output DIR"
     )
 
 

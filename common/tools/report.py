@@ -220,15 +220,16 @@ def render(runs: Sequence[RecordedRun]) -> str:
     )
 
 
-def _best_top1(run: RecordedRun) -> str:
-    """Return the evaluation of checkpoints/best, with the metric of BEST if that is another."""
+def _describe_best(run: RecordedRun) -> str:
+    """Return the evaluation of checkpoints/best: the metric of BEST, and top-1."""
     metric = run.about["config"].get("BEST", "top1")
     ranks = [(rank_evaluation(line, metric) or Best(), line) for line in run.of_kind("eval")]
     rank, best = max(ranks, key=itemgetter(0), default=(Best(), {}))
     if rank == Best():  # none, or no finite one
         return ABSENT
-    by = "" if metric == "top1" else f", {metric} {best[metric]:.4f}"
-    return f"{best['top1']:.2%} at step {best['step']:,}{by}"
+    step = f"at step {best['step']:,}"
+    top1 = f"top-1 {best['top1']:.2%}"
+    return f"{top1} {step}" if metric == "top1" else f"{metric} {best[metric]:.4f} {step}, {top1}"
 
 
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
@@ -236,7 +237,7 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
         ABSENT,
         *(f"{line['top1']:.2%}" for line in run.of_kind("eval")),
     ][-1],
-    "Top-1, best evaluation": _best_top1,
+    "Best evaluation, by BEST": _describe_best,
     "Steps": lambda run: run.steps,
     "Wall time": lambda run: str(timedelta(seconds=round(run.seconds))),
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
@@ -285,7 +286,7 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {losses}; evaluation: cross-entropy)"
         if len(kinds) > 1:
-            title += " (line: train, dots: eval)"
+            title += " (line: training, dashes with dots: evaluation)"
         charts.append({"title": title, "picture": _encode(figure)})
     return charts
 
@@ -310,9 +311,9 @@ def _plot(axes: Any, runs: Sequence[RecordedRun], name: str, scale: float) -> se
             kinds.add(kind)
             steps = [record["step"] for record in measured]
             values = [scale * record[name] for record in measured]
-            # a dot for each of a long run's many records would be most of the page
-            has_dots = kind == "eval" or len(measured) < 100
-            axes.plot(steps, values, ".-" if has_dots else "-", color=color, linewidth=1.2)
+            # a line of one record would not be seen without a dot
+            is_plain = kind == "train" and len(measured) > 1
+            axes.plot(steps, values, "-" if is_plain else ".--", color=color, linewidth=1.2)
     return kinds
 
 

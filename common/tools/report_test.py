@@ -91,7 +91,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
     report.main(["."])
     page = (run / "report.html").read_text()
     for words in (
-        "Top-1, last evaluation 50.00% Top-1, best evaluation 75.00% at step 2 Steps 5 ",
+        "Top-1, last evaluation 50.00% Best evaluation, by BEST top-1 75.00% at step 2 Steps 5 ",
         "Wall time 1:01:41 Images per second, median 30 ",
         "Hardware 2 cores of AMD EPYC, AVX2 Processes 8 Changed since the first start - ",
         "LABEL_SMOOTHING 0.1 MIXUP 0.8 B.c [1, 2] Environment",
@@ -101,7 +101,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
     assert "<pre>python train.py &#39;a b&#39;</pre>" in page
     mixed = "cross-entropy, label smoothing 0.1, mixup 0.8; evaluation: cross-entropy"
     assert titles_of(page) == [
-        f"Loss (training: {mixed}) (line: train, dots: eval)",
+        f"Loss (training: {mixed}) (line: training, dashes with dots: evaluation)",
         "Top-1 accuracy, %",
         "Top-5 accuracy, %",
         "Gradient noise scale, images (dashed: the batch)",
@@ -122,12 +122,12 @@ def test_the_best_evaluation_is_that_of_best(tmp_path):
         evaluation(4, 0.75) | {"auroc": None},
     ]
     for best, said in {
-        "loss": "50.00% at step 2, loss 1.0000",
-        "auroc": "25.00% at step 3, auroc 0.2000",
+        "loss": "loss 1.0000 at step 2, top-1 50.00%",
+        "auroc": "auroc 0.2000 at step 3, top-1 25.00%",
         "macro_f1": "-",  # of a run of an earlier version
     }.items():
         run = write_run(tmp_path / "run", records, {"BEST": best})
-        assert f"best evaluation {said} Steps" in words_of(make(run))
+        assert f"Best evaluation, by BEST {said} Steps" in words_of(make(run))
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path, drawn):
@@ -136,7 +136,7 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path, d
     )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
-    said = "Top-1, last evaluation - Top-1, best evaluation - Steps 2,000 of 4,000 "
+    said = "Top-1, last evaluation - Best evaluation, by BEST - Steps 2,000 of 4,000 "
     assert said in words_of(make(run))
     assert str(drawn) == "[[[[1.0, 2.0], [2000.0, nan]]]]"
     with pytest.raises(UserError, match="^run has no evaluation yet, so no result: train it for"):
@@ -156,7 +156,7 @@ def test_runs_of_a_sweep_are_compared_and_what_is_no_run_is_skipped(tmp_path, ca
         said = f"skipped {tmp_path}/empty: no run\n"
         assert capsys.readouterr() == (f"{output}  (4 runs{replaced})\n", said)
     said = words_of(output.read_text())
-    assert "B=64,R=1 10.00% 10.00% at step 4" in said
+    assert "B=64,R=1 10.00% top-1 10.00% at step 4" in said
     rows = [f"{name} {batch} {rate}" for name, (batch, rate) in runs.items()]
     assert " ".join(["Config keys that differ B R", *rows, "Environment"]) in said
     report.main([str(sweep), str(shutil.copytree(sweep, tmp_path / "twin"))])

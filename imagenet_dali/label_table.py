@@ -47,9 +47,12 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     files |= {_key(name): name for name in names}
     header, rows = _read_rows(table.path)
     # Else the first image would be left out.
-    if any(_key(cell) in files for cell in header):
-        raise UserError(f"{table.path}: its first line names an image; name the columns above it")
-    columns = _find_columns(table, header, rows, files)
+    if not rows or any(_key(cell) in files for cell in header):
+        raise UserError(
+            f"{table.path}: its first line names an image, or is the only one; name the columns "
+            "above the rows"
+        )
+    columns = _find_columns(table, root, header, rows, files)
     by_split, refused = _match(rows, columns, files)
     count = f"rows or images without a match: {len(refused):,}"
     if is_first_process():
@@ -109,14 +112,21 @@ def _read_rows(path: Path) -> tuple[Sequence[str], Rows]:
 
 
 def _find_columns(
-    table: LabelTable, header: Sequence[str], rows: Rows, files: Mapping[str, str]
+    table: LabelTable, root: Path, header: Sequence[str], rows: Rows, files: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the column of each of `ROLES`, as ``table.columns`` names it or by its content."""
-    known = f"{table.path} has the columns {', '.join(header)}, paths are relative to IMAGES"
+    known = f"{table.path} has the columns {', '.join(header)}"
     pairs = table.columns.split(",") if table.columns else ()
     found = {role: name for role, _, name in (pair.partition("=") for pair in pairs)}
-    if not ({*ROLES} >= found.keys() and {*header} >= {*found.values()}):
-        raise UserError(f"columns {table.columns}: not path=NAME,label=NAME,split=NAME; {known}")
+    if not {*ROLES} >= found.keys():
+        raise UserError(
+            f"--columns or DATA.columns, {table.columns}: write path=NAME,label=NAME; {known}"
+        )
+    for name in found.values():
+        if name not in header:
+            raise UserError(
+                f"--columns or DATA.columns, {table.columns}: no column {name}; {known}"
+            )
     cells = {name: [row[name] for _, row in rows] for name in header}
     left = [name for name in header if name not in found.values()]
 
@@ -126,12 +136,18 @@ def _find_columns(
             return
         if len(candidates) != 1:
             some = " or ".join(candidates) or "none of them"
-            raise UserError(f"{known}; {role} may be {some}: name it, as columns {role}=NAME")
+            raise UserError(
+                f"{known}; {role} may be {some}: name it in --columns or DATA.columns, {role}=NAME"
+            )
         found[role] = candidates[0]
         left.remove(candidates[0])
 
-    hits = {name: sum(_key(cell) in files for cell in cells[name]) for name in left}
-    choose("path", [name for name in left if hits[name] and hits[name] == max(hits.values())])
+    possible = [found["path"]] if "path" in found else left
+    hits = {name: sum(_key(cell) in files for cell in cells[name]) for name in possible}
+    if possible and not any(hits.values()):
+        missing = _name_missing([cell for name in possible for cell in cells[name]], root, files)
+        raise UserError(f"{table.path}: no row names an image: {missing}")
+    choose("path", [name for name in possible if hits[name] == max(hits.values())])
     splits = [name for name in left if all(map(SPLIT_NAME.fullmatch, cells[name]))]
     if splits:
         choose("split", splits)
@@ -140,6 +156,16 @@ def _find_columns(
     repeating = [name for name in left if 2 * len({*cells[name]}) <= len(rows)]
     choose("label", named or repeating or left)
     return found
+
+
+def _name_missing(cells: Sequence[str], root: Path, files: Mapping[str, str]) -> str:
+    """Return which cell is no path of ``files``, best one that names a file in another folder."""
+    paths = {os.path.basename(key): path for key, path in files.items()}
+    for cell in cells:
+        path = paths.get(os.path.basename(_key(cell)))
+        if path:
+            return f"{cell} is not in {root}; a file of that name is in {(root / path).parent}"
+    return f"{cells[0]} is not in {root}"
 
 
 def _match(

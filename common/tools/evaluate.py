@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,9 @@ from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
 
-SHOWN_CLASSES = 10  # those of the lowest top-1, in the terminal
+SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
+# What leaves 17 letters of a longer name there. Its end may have a number.
+CUT = re.compile("(?<=^.{7}).{3,}(?=.{8}$)")
 NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN = 2000  # most classes of which there is a picture
 RESAMPLES = 1000  # of the bootstrap
@@ -251,8 +254,14 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
     # Texts of equal length: "0.9000" sorts as its number.
-    lowest = sorted(rows, key=lambda row: (row["top1"], row["class"]))[:SHOWN_CLASSES]
-    print(f"the {len(lowest)} of {len(rows)} classes with the lowest top-1\n{format_table(lowest)}")
+    lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
+    for row in lowest:  # 80 columns; classes.csv has all
+        del row["top5"]
+        for name in ("class", "mistaken for"):
+            row[name] = CUT.sub("..", row[name])
+    print(
+        f"the {len(lowest)} of {len(rows)} classes with the lowest recall\n{format_table(lowest)}"
+    )
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
@@ -334,8 +343,8 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
     """Return a row for each class that has samples.
 
     ``answers`` [3, samples] holds the label, the answer (-1 where it is NaN), and whether the label
-    is among the first five answers. ``top1``, ``top5`` and ``precision`` (the share of such answers
-    that are correct; empty where there are none) are fractions of 1.
+    is among the first five answers. ``recall``, ``top5`` and ``precision`` (the share of such
+    answers that are correct; empty where there are none) are fractions of 1.
     """
     labels, best, is_among_5 = answers
 
@@ -355,7 +364,7 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
             "label": label,
             "class": names[label],
             "samples": int(samples[label]),
-            "top1": f"{right[label] / samples[label]:.4f}",
+            "recall": f"{right[label] / samples[label]:.4f}",
             "top5": f"{top5[label] / samples[label]:.4f}",
             "precision": precision,
             "mistaken for": mistakes.get(label, ""),

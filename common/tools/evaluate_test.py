@@ -78,7 +78,7 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-4)
     expected = {
         "samples": samples,
-        "top1": recall,
+        "recall": recall,
         "precision": precision_score(labels, answers, average=None, zero_division=np.nan),
     }
     for name, values in expected.items():

@@ -79,7 +79,10 @@ def main(argv: list[str]) -> None:
             )
             print(printable(f"{answer['image']}: {classes}"), flush=True)
     if args.features:
-        write_features(args.features, images, features)
+        shape = write_features(args.features, images, features)
+        # JSON stays alone on stdout
+        said = f"features   {short_path(args.features)}: float32 {shape}"
+        print(said, file=sys.stderr if args.json else sys.stdout)
     if status:
         sys.exit(status)
 
@@ -94,10 +97,10 @@ def _check_features(path: Path) -> None:
     path.touch()
 
 
-def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]) -> None:
+def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]) -> list[int]:
     """Write the features of each image as .npy, float32 [images, width], or as .parquet.
 
-    Rows of one value, NaN, are repeated to the width of the others.
+    Rows of one value, NaN, are repeated to the width of the others. Returns the shape.
     """
     # The row of an image that could not be read has one value, as the width was not known.
     features_ND = np.stack(np.broadcast_arrays(*features))
@@ -108,6 +111,7 @@ def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]
         pyarrow.parquet.write_table(table, path)
     else:
         np.save(path, features_ND)
+    return [*features_ND.shape]
 
 
 def list_images(names: Sequence[str]) -> list[str]:

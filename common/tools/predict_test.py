@@ -49,7 +49,9 @@ def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys, monkeypatc
         values, labels = timm_logits(run, [picture])[0].softmax(0).topk(7)
     file = tmp_path / "new" / "features.npy"
     predict.main([str(run), str(pictures), "-", "--json", "--features", str(file)])
-    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    out, err = capsys.readouterr()
+    assert err == f"features   {file}: float32 [7, 32]\n"
+    answers = [json.loads(line) for line in out.splitlines()]
     assert [Path(answer["image"]).name[0] for answer in answers] == list("abcdef-")
     weights = open_run(str(run)).load_weights()
     logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
@@ -71,7 +73,8 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     with pytest.raises(SystemExit, match="^1$"):
         predict.main([str(run), *map(str, names), f"--features={tmp_path}/all.parquet"])
     out, err = capsys.readouterr()
-    line = out.splitlines()[-1]
+    line, last = out.splitlines()[-2:]
+    assert last == f"features   {tmp_path}/all.parquet: float32 [4, 32]"
     assert re.fullmatch(rf"{names[3]}: (\S+ [\d.]+ %(; |$)){{5}}", line)
     unreadable = "not a readable image: "
     assert re.fullmatch(

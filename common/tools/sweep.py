@@ -13,9 +13,9 @@ SEED are repetitions. A run has as many processes as its parallel mode needs, or
 is more. --random N draws N combinations, of values in a list or between two ends, the same in every
 command; --jobs N trains N at a time, each on its share of the GPUs and cores, with its output in
 DIR/<run>.log. A folder in DIR for each run has its combination as its name; more commands may add
-runs to DIR. The best is by the config's BEST. A run that fails is in the table, the others are
-trained, and the exit status is 1. Rerun the command to resume: finished runs say so, the others
-continue from their checkpoints.
+runs to DIR. Each run counts with its best evaluation by the config's BEST, as in checkpoints/best.
+A run that fails is in the table, the others are trained, and the exit status is 1. Rerun the
+command to resume: finished runs say so, the others continue from their checkpoints.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from common.config.plan import build_plan
 from common.errors import UserError, command_parser
 from common.files import ROOT
 from common.launch.signals import exit_stopped, stop_signals
+from common.metrics.evaluation import rank_evaluation
 from common.metrics.metrics_file import CHARTS
 from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
@@ -52,10 +53,14 @@ from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
 CONFIG_KEY = "CONFIG"
 SEED = "SEED"  # the key whose values are repetitions
 COSTS = (
-    "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
-    "step; d(loss): largest difference of the train loss from the first run's"
+    "first table: each run's best evaluation by BEST, as in checkpoints/best; GB: peak memory of a "
+    "process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
+    "difference of the train loss from the first run's"
 )
-MOST_NAMED = 10  # most lines of the picture that a legend names, and most ticks of the runs' own
+MOST_NAMED = 10  # most lines of the picture that a legend names
+MOST_TICKS = 6  # most values on its x axis with a tick each
+RANGE_HELP = "write log(LOW,HIGH) of positive numbers or uniform(LOW,HIGH), with --random N"
+RANGE = re.compile(r"(\w+)\(([^()=]+)\)")  # and not dict(KEY=VALUE)
 
 
 class Planned(NamedTuple):
@@ -140,9 +145,12 @@ def train(args: argparse.Namespace) -> dict[str, str]:
         )
     if args.random and not grid:
         raise UserError(f"--random {args.random} needs --grid KEY=log(LOW,HIGH): what to draw")
+    if not args.random and any(map(RANGE.fullmatch, itertools.chain(*grid.values()))):
+        raise UserError(f"--grid: {RANGE_HELP}")
     _check_best(args.best, list(grid))
     planned = plan_commands(args, combine(grid, args.random))
     failed: dict[str, str] = {}
+    started = time.time()
     # An error closes it too, and so ends the other runs.
     with closing(run_all(planned, min(args.jobs, len(planned)))) as ended:
         for number, (folder, status) in enumerate(ended, 1):
@@ -154,7 +162,9 @@ def train(args: argparse.Namespace) -> dict[str, str]:
                 )
             if status:
                 failed[folder.name] = f" (failed, exit status {status})"
-            if number < len(planned):
+            # A run that was finished before wrote nothing, and has changed nothing in the table.
+            has_trained = status or (folder / "metrics.jsonl").stat().st_mtime > started
+            if has_trained and number < len(planned):
                 ranked = rank_combinations(load_runs(args.output), failed)
                 print(format_table([entry.row for entry in ranked]), flush=True)
     if stop_signals.received:
@@ -188,16 +198,14 @@ def combine(grid: Mapping[str, list[str]], draws: int | None) -> list[dict[str, 
 def _draw(key: str, values: Sequence[str], generator: random.Random) -> str:
     """Return one of the values, or a number within it if it is a range."""
     value = values[int(len(values) * generator.random())]
-    found = re.fullmatch(r"(log|uniform)\((.*)\)", value)
+    found = RANGE.fullmatch(value)
     if not found:
         return value
-    scale, inverse = (math.log, math.exp) if found[1] == "log" else (float, float)
     try:
+        scale, inverse = {"log": (math.log, math.exp), "uniform": (float, float)}[found[1]]
         low, high = (scale(float(end)) for end in found[2].split(","))
-    except ValueError as error:
-        raise UserError(
-            f"--grid {key}={value}: write log(LOW,HIGH) of positive numbers, or uniform(LOW,HIGH)"
-        ) from error
+    except (KeyError, ValueError) as error:
+        raise UserError(f"--grid {key}={value}: {RANGE_HELP}") from error
     return f"{inverse(low + (high - low) * generator.random()):.4g}"
 
 
@@ -382,7 +390,7 @@ class Ranked(NamedTuple):
     """A combination of a sweep's values."""
 
     score: float  # the mean of ``measured``, of a loss negative; -inf if a loss is not finite
-    measured: list[float]  # the metric of the finished runs, scaled as in `CHARTS`
+    measured: list[float]  # the metric of the finished runs at their best, scaled as in `CHARTS`
     values: dict[str, Any]
     row: dict[str, Any]  # its row of the table
 
@@ -395,8 +403,8 @@ def metric_of(runs: Sequence[RecordedRun]) -> str:
 def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> list[Ranked]:
     """Return the combinations of a sweep's values, the best first.
 
-    Runs that differ only in `SEED` are one: the mean of their final metric, its range, and how many
-    they are. ``notes``: what to add to its steps, by a run's name.
+    Runs that differ only in `SEED` are one: the mean of the metric in the best evaluation of each,
+    its range, and how many they are. ``notes``: what to add to its steps, by a run's name.
     """
     metric = metric_of(runs)
     scale = CHARTS[metric].scale
@@ -410,23 +418,29 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
         groups[tuple((key, known.get(key, ABSENT)) for key in keys)].append(run)
     ranked = []
     for values, group in groups.items():
-        ends = [run.final for run in group if run.final]
-        measured = [scale * end.get(metric, math.nan) for end in ends]
+        # As checkpoints/best, the first of equals; () is less than any that is finite.
+        bests = [
+            max(run.of_kind("eval"), key=lambda line: rank_evaluation(line, metric) or ())
+            for run in group
+            if run.final
+        ]
+        measured = [scale * best.get(metric, math.nan) for best in bests]
         steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
         shown_mean = shown_range = shown_loss = ABSENT
         score = -math.inf
-        if ends:
+        if bests:
             mean = statistics.mean(measured)
-            loss = statistics.mean(end["loss"] for end in ends)
+            loss = statistics.mean(best["loss"] for best in bests)
             shown_mean = f"{mean:.{digits}f}{unit}"
             shown_range = f"{min(measured):.{digits}f}-{max(measured):.{digits}f}"
             shown_loss = f"{loss:.3f}"
             # A run that has diverged is never the best, whatever its NaNs were counted as.
             if math.isfinite(mean + loss):
                 score = -mean if metric == "loss" else mean
-        row = {metric: shown_mean, "range": shown_range, "n": len(ends), "loss": shown_loss}
-        row |= {"steps": ", ".join(steps)}
-        ranked.append(Ranked(score, measured, dict(values), dict(values) | row))
+        row = dict(values)
+        row |= {metric: shown_mean, "range": shown_range, "n": len(bests), "loss": shown_loss}
+        row["steps"] = ", ".join(steps)
+        ranked.append(Ranked(score, measured, dict(values), row))
     return sorted(ranked, key=lambda entry: (len(entry.measured) > 0, entry.score), reverse=True)
 
 
@@ -474,11 +488,11 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bool:
-    """Draw the final metric of the finished runs against the first key; return False without any.
+    """Draw the best metric of the finished runs against the first key; return False without any.
 
     The other keys give a line each, through the means of the runs that differ only in `SEED`. A bar
-    goes from the least of them to the greatest. ``best`` names a key of whose values only the best
-    one is drawn.
+    goes from the least of them to the greatest. Draws of --random are points without a line.
+    ``best`` names a key of whose values only the best one is drawn.
     """
     lines = defaultdict(dict)
     x_name = "run"
@@ -494,21 +508,25 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
     figure, axes = build_figure(7, 4.5)
     ticks = list(dict.fromkeys(itertools.chain.from_iterable(lines.values())))
     is_numeric = not any(isinstance(x, str) for x in ticks)
+    # A draw is known by its four digits: the record does not tell. Its neighbours differ in other
+    # keys too, so that a line would say nothing.
+    is_grid = is_numeric and len(ticks) <= MOST_TICKS
+    is_grid = is_grid and not any(x % 1 and float(f"{x:.3g}") != x for x in ticks)
     for line, points in lines.items():
         # Numbers among texts are drawn as texts too.
         xs = sorted(points) if is_numeric else list(points)
         values = [points[x] for x in xs]
         places = xs if is_numeric else [*map(str, xs)]
         label = ", ".join(f"{key}={value}" for key, value in line)
-        form = "o-" if is_numeric else "o"
+        form = "o-" if is_grid else "o"
         (drawn,) = axes.plot(places, [*map(statistics.mean, values)], form, label=label)
         axes.vlines(places, [*map(min, values)], [*map(max, values)], drawn.get_color())
     title = CHARTS[metric_of(runs)].title
-    axes.set(xlabel=x_name, ylabel=f"{title}, of finished runs at the end")
+    axes.set(xlabel=x_name, ylabel=f"{title}, best evaluation")
     if is_numeric:
         if min(ticks) > 0:
             axes.set_xscale("log")
-        if len(ticks) <= MOST_NAMED:
+        if is_grid:
             axes.set_xticks(ticks, map(str, ticks))
             axes.minorticks_off()
     if 1 < len(lines) <= MOST_NAMED:

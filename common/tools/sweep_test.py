@@ -26,6 +26,8 @@ words = [word.partition("=")[::2] for word in sys.argv]
 rate = float(dict(words)["LEARNING_RATE"])
 batch = int(dict(words).get("TOTAL_BATCH_SIZE", 14))
 folder = Path(sys.argv[-1])
+if (folder / "config.json").exists():
+    sys.exit()  # finished
 if rate == 13:
     sys.exit(2)
 costs = dict(samples_per_s=1e4 * rate, data_wait=0.1, peak_memory_gb=1.5)
@@ -104,7 +106,7 @@ def test_every_combination_is_trained_once(words, tmp_path, capsys):
     assert (tmp_path / "sweep" / "sweep.png").is_file()
 
     # joins the others
-    sweep.main([*words, "--processes=2", "--grid=TOTAL_BATCH_SIZE=28", "--grid=LEARNING_RATE=1"])
+    sweep.main([*words, "--processes=2", "--grid=TOTAL_BATCH_SIZE=14,28", "--grid=LEARNING_RATE=1"])
     sweep.main([words[2], "--best=LEARNING_RATE"])
     last_run = started(words)[4]
     assert last_run.name == "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"
@@ -126,16 +128,16 @@ def test_draws_are_the_same_in_every_command():
     assert len(sweep.combine({"DECAY": ["1", "2"]}, 99)) == 2
 
 
-def finished_run(top1: float, last_step: int = 4, loss: float = 1.5, best="top1", **values: float):
+def finished_run(*top1: float, last_step: int = 4, loss: float = 1.5, best="top1", **values: float):
     name = ",".join(f"{key}={value}" for key, value in values.items())
     about = {"plan": {"last_step": last_step}, "config": {"BEST": best}}
-    return RecordedRun(name, about, [evaluation(4, top1, loss=loss)])
+    return RecordedRun(name, about, [evaluation(4, share, loss=loss) for share in top1])
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     low = finished_run(0.5, RATE=0.1, SEED=1)
     same = finished_run(0.65, RATE=0.1, SEED=2)
-    high = finished_run(0.65, RATE=0.8)
+    high = finished_run(0.2, 0.65, 0.3, RATE=0.8)  # PATIENCE ends below the best
     unfinished = finished_run(0.9, last_step=8, RATE=0.3, EMA=1)
     runs = [low, same, high, unfinished]
     assert [list(entry.row.values()) for entry in sweep.rank_combinations(runs, {})] == [
@@ -163,7 +165,9 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     assert not sweep.draw([unfinished], tmp_path)
     assert sweep.draw([*runs, low], tmp_path)
     assert sweep.draw(runs[:3], tmp_path, best="RATE")  # the only key
-    by_rate, by_run = drawn
+    assert sweep.draw([finished_run(0.5, RATE=rate) for rate in (0.0003295, 0.0004042)], tmp_path)
+    by_rate, by_run, by_draw = drawn
+    assert by_draw.lines[0].get_linestyle() == "None"
     assert by_rate.lines[0].get_ydata() == pytest.approx([55, 65])
     assert (by_rate.get_xscale(), by_rate.get_xlabel()) == ("log", "RATE")
     assert by_run.lines[0].get_ydata() == pytest.approx([65])
@@ -191,7 +195,8 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         "--random 2": "--random 2 needs --grid",
         "--random 2 --grid LEARNING_RATE=log(0,1)": "=log.0,1.: write log.LOW,HIGH. of positive",
         "--random 2 --grid LEARNING_RATE=uniform(1)": "=uniform.1.: write log.*uniform.LOW,HIGH.",
-        "--grid LEARNING_RATE=log(1e-4,1e-2)": "LEARNING_RATE='log",
+        "--grid LEARNING_RATE=log(1e-4,1e-2)": "write log.LOW,HIGH.* with --random N",
+        "--random 2 --grid LEARNING_RATE=loguniform(1,2)": "=loguniform.1,2.: write log.LOW,HIGH.",
         "--grid LEARNING_RATE=13,1": "LEARNING_RATE=13 did not start .exit status 2",
     }.items(),
 )

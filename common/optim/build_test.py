@@ -76,10 +76,15 @@ def test_equals_colossalais_repaired_schedules(name, reference, total, warmup):
     assert mine[warmup] == PEAK
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("lamb", torch.float16), *((name, torch.bfloat16) for name in OPTIMIZERS)],
+)
 def test_half_precision_on_a_cpu_is_near_float32(name, dtype):
-    """As after APEX's O3. LAMB's squared norms of the directions are beyond float16."""
+    """As after APEX's O3. LAMB's squared norms of the directions are beyond float16.
+
+    PyTorch's AdamW divides by 0 in float16, where its eps of 1e-8 is 0.
+    """
     torch.manual_seed(0)
     copy = build_model(**TINY)
     before = parameters_to_vector(copy.parameters())

@@ -13,7 +13,6 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import timed_steps
 import torch
@@ -34,7 +33,7 @@ from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run
-from common.testing.commands import in_words, wait_until
+from common.testing.commands import in_words
 from common.testing.photographs import write_photographs
 from common.testing.ranks import launched
 from common.training import build_training
@@ -299,24 +298,6 @@ def test_two_processes_on_one_gpu(compiled, digits, tmp_path, record):
     difference = (one - two).abs().max().item()
     record(loss_difference=difference)
     assert difference < 1e-3
-
-
-def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
-    words = [*command(digits, tmp_path / "run", "LOG.every=1", launcher=TWO), "--backend", "gloo"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as launcher:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text(), seconds=120)
-        ranks = [
-            child
-            for child in psutil.Process(launcher.pid).children()
-            if "train_dali.py" in str(child.cmdline())
-        ]
-        started = time.monotonic()
-        ranks[-1].kill()
-        launcher.wait(timeout=60)
-    record(seconds=time.monotonic() - started)
-    assert launcher.returncode
-    assert not any(rank.is_running() for rank in ranks)
 
 
 @needs_dali

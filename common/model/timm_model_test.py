@@ -9,7 +9,6 @@ from torch import nn
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import load_pretrained
 from common.config.load import load_config
-from common.engine.amp import Cast, MixedPrecision
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, build_on_meta
@@ -35,16 +34,6 @@ def test_several_processes_train_it_as_one(mode, data, tmp_path):
     one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
     for mine, other in zip(several, one, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", BEIT])
-def test_half_precision_takes_float32_and_tuples_between_layers(name):
-    """Position encodings, layers with several outputs, and one that uses the weights of a layer in
-    it.
-    """
-    model = build_on_meta(dict(timm=name, image_size=224))
-    MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
-    assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("model", [RESNET, slow(DINO), slow(dict(timm=BEIT, **VIT))])

@@ -106,8 +106,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{args.runs[0]} holds no run: name the folder of a run or of a sweep")
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):  # of several sweeps
-        names = [str(folder) for folder in folders]
-    runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+        names = map(str, folders)
+    runs = list(map(load_run, folders, names))
     if args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows(result_row(run).values() for run in runs)
@@ -115,9 +115,8 @@ def main(argv: list[str]) -> None:
     # Of one run, its own folder.
     common_folder = os.path.commonpath([named.resolve() for named in args.runs])
     output = args.output or Path(common_folder, "report.html")
-    replaced = "; the earlier one is replaced" if output.exists() else ""
     own_file(output).write_text(render(runs), encoding="utf-8")
-    print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
+    print(f"{short_path(output)}  ({counted(len(runs), 'run')})")
 
 
 def find_runs(folder: Path) -> list[Path]:

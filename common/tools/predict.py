@@ -66,7 +66,9 @@ def main(argv: list[str]) -> None:
     features = []
     for answer in predict(run, images):
         # an image that cannot be read has a row too: rows are in the order of the images
-        features.append(answer.pop("features", np.full(1, np.nan, np.float32)))
+        row = answer.pop("features", np.full(1, np.nan, np.float32))
+        if args.features:  # else the rows of a million images would stay in memory
+            features.append(row)
         if "error" in answer:
             # 1 for an image that cannot be read, 2 for a model whose outputs are not finite.
             status = max(status, 2 if "classes" in answer else 1)

@@ -44,6 +44,13 @@ def command_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def at_least_1(text: str) -> int:
+    """Return the number that ``text``, an argument of a command, is."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
+    return int(text)
+
+
 def at_end(function: Callable[..., object], *arguments: object) -> None:
     """Have `run_command` call ``function`` when its main function ends, however it ends."""
     _at_end.callback(function, *arguments)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from common.errors import at_least_1
 from common.model.flops import known_gpu
 from common.planner.step_estimate import Route
 
@@ -90,12 +91,6 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         help="images/s the host decodes per GPU (default: by the loader)",
     )
-
-
-def at_least_1(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
-    return int(text)
 
 
 def _positive(text: str) -> float:

@@ -21,7 +21,7 @@ from common.config.schema import describe_keys, find_key
 from common.engine.amp import MixedPrecision, build_mixed_precision, name_dtype
 from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import check_tensor_parallel
-from common.errors import UserError, command_parser
+from common.errors import UserError, at_least_1, command_parser
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.launchers import is_first_process
@@ -30,7 +30,7 @@ from common.metrics.loggers import check_trackers
 from common.model.build import build_on_meta
 from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.model.flops import flops_per_image
-from common.planner.cluster import add_cluster_arguments, at_least_1
+from common.planner.cluster import add_cluster_arguments
 from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root, refuse_unused
 from common.text import first_line, print_wrapped

@@ -40,7 +40,7 @@ import torch
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
-from common.errors import UserError, command_parser
+from common.errors import UserError, at_least_1, command_parser
 from common.files import ROOT
 from common.launch.signals import exit_stopped, stop_signals
 from common.metrics.evaluation import rank_evaluation
@@ -82,17 +82,17 @@ def main(argv: list[str]) -> None:
         help="a key and its values, with --random also log(LOW,HIGH) or uniform(LOW,HIGH); repeat "
         "for more keys",
     )
-    add("--random", type=count, metavar="N", help="draw N combinations in place of all")
+    add("--random", type=at_least_1, metavar="N", help="draw N combinations in place of all")
     add(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs"
     )
     add("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
-    add("--jobs", type=count, default=1, metavar="N", help="runs at a time (default: 1)")
+    add("--jobs", type=at_least_1, default=1, metavar="N", help="runs at a time (default: 1)")
     add("--best", metavar="KEY", help="draw only the best of the values of this key")
     add("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
     add(
         "--processes",
-        type=count,
+        type=at_least_1,
         default=1,
         help="GPUs of each run, started by torchrun (default: 1)",
     )
@@ -115,14 +115,6 @@ def main(argv: list[str]) -> None:
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
         sys.exit(1)
-
-
-def count(text: str) -> int:
-    """Return the number, 1 or more, that ``text`` is."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def load_runs(output: Path) -> list[RecordedRun]:

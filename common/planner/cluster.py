@@ -16,6 +16,8 @@ LATENCY = 20e-6  # least seconds per collective; an assumption
 # images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image
 # (docs/performance.md)
 DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
+# The flags that `add_cluster_arguments` adds.
+CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from common.metrics.loggers import check_trackers
 from common.model.build import build_on_meta
 from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.model.flops import flops_per_image
-from common.planner.cluster import add_cluster_arguments
+from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments
 from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root, refuse_unused
 from common.text import first_line, print_wrapped
@@ -38,7 +38,8 @@ from common.text import first_line, print_wrapped
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
-    args = _build_parser(description).parse_args(argv)
+    parser = _build_parser(description)
+    args = parser.parse_args(argv)
     if args.help_config is not None:
         print(describe_keys(args.help_config, shutil.get_terminal_size().columns))
         sys.exit(0)
@@ -54,10 +55,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
             f"--resume {args.resume}: --find-lr, --find-batch and --profile do not resume; omit "
             "it, or use --init for its weights"
         )
-    if args.gpus is not None and not args.dry_run:
-        raise UserError(
-            f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself"
-        )
+    for name in ("gpus", *CLUSTER_FLAGS):
+        if getattr(args, name) != parser.get_default(name) and not args.dry_run:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --dry-run")
     return args
 
 

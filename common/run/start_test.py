@@ -150,7 +150,8 @@ def test_help_on_a_key_needs_no_config(capsys):
         "--help-config Depth": "Depth: unknown key; did you mean 'MODEL.depth'",
         "--allow-change Depth": "Depth: unknown key; did you mean 'MODEL.depth'",
         "--resume run --profile 3": "--resume run: .* use --init",
-        "--gpus 8": "--gpus 8: requires --dry-run; a run counts its processes itself",
+        "--gpus 8": "--gpus has no effect without --dry-run",
+        "--links 300 25": "--links has no effect without --dry-run",
     }.items(),
 )
 def test_what_is_refused(words, message):

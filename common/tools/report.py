@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
-from common.metrics.evaluation import Best, rank_evaluation
+from common.metrics.evaluation import rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.plot import build_figure
 from common.text import counted
@@ -75,6 +74,20 @@ class RecordedRun:
         """The evaluation after the last planned step, if the run has come so far."""
         last_step = self.about.get("plan", {}).get("last_step", math.inf)
         return next((line for line in self.of_kind("eval") if line["step"] >= last_step), None)
+
+    @property
+    def metric(self) -> str:
+        """The metric of the best evaluation, the config's BEST."""
+        return self.about.get("config", {}).get("BEST", "top1")
+
+    @property
+    def best(self) -> Metrics:
+        """The evaluation of checkpoints/best, the first of equals; {} before any."""
+
+        def rank(line: Metrics) -> tuple[float, ...]:
+            return rank_evaluation(line, self.metric) or ()  # less than any that is finite
+
+        return max(self.of_kind("eval"), key=rank, default={})
 
     def of_kind(self, kind: str) -> list[Metrics]:
         return [line for line in self.metrics if line["kind"] == kind]
@@ -220,11 +233,10 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 
 def _describe_best(run: RecordedRun) -> str:
-    """Return the evaluation of checkpoints/best: the metric of BEST, and top-1."""
-    metric = run.about["config"].get("BEST", "top1")
-    ranks = [(rank_evaluation(line, metric) or Best(), line) for line in run.of_kind("eval")]
-    rank, best = max(ranks, key=itemgetter(0), default=(Best(), {}))
-    if rank == Best():  # none, or no finite one
+    """Return the metric of BEST and top-1 of the best evaluation."""
+    metric = run.metric
+    best = run.best
+    if not best or not rank_evaluation(best, metric):
         return ABSENT
     step = f"at step {best['step']:,}"
     top1 = f"top-1 {best['top1']:.2%}"

@@ -43,7 +43,6 @@ from common.config.plan import build_plan
 from common.errors import UserError, at_least_1, command_parser
 from common.files import ROOT
 from common.launch.signals import exit_stopped, stop_signals
-from common.metrics.evaluation import rank_evaluation
 from common.metrics.metrics_file import CHARTS
 from common.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
@@ -387,18 +386,13 @@ class Ranked(NamedTuple):
     row: dict[str, Any]  # its row of the table
 
 
-def metric_of(runs: Sequence[RecordedRun]) -> str:
-    """Return the metric that ranks the runs, BEST of the first."""
-    return runs[0].about.get("config", {}).get("BEST", "top1")
-
-
 def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> list[Ranked]:
     """Return the combinations of a sweep's values, the best first.
 
     Runs that differ only in `SEED` are one: the mean of the metric in the best evaluation of each,
     its range, and how many they are. ``notes``: what to add to its steps, by a run's name.
     """
-    metric = metric_of(runs)
+    metric = runs[0].metric
     scale = CHARTS[metric].scale
     unit = "%" if scale == 100 else ""
     digits = 2 if unit else 3
@@ -410,12 +404,7 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
         groups[tuple((key, known.get(key, ABSENT)) for key in keys)].append(run)
     ranked = []
     for values, group in groups.items():
-        # As checkpoints/best, the first of equals; () is less than any that is finite.
-        bests = [
-            max(run.of_kind("eval"), key=lambda line: rank_evaluation(line, metric) or ())
-            for run in group
-            if run.final
-        ]
+        bests = [run.best for run in group if run.final]
         measured = [scale * best.get(metric, math.nan) for best in bests]
         steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
         shown_mean = shown_range = shown_loss = ABSENT
@@ -513,7 +502,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
         form = "o-" if is_grid else "o"
         (drawn,) = axes.plot(places, [*map(statistics.mean, values)], form, label=label)
         axes.vlines(places, [*map(min, values)], [*map(max, values)], drawn.get_color())
-    title = CHARTS[metric_of(runs)].title
+    title = CHARTS[runs[0].metric].title
     axes.set(xlabel=x_name, ylabel=f"{title}, best evaluation")
     if is_numeric:
         if min(ticks) > 0:
@@ -522,6 +511,6 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
             axes.set_xticks(ticks, map(str, ticks))
             axes.minorticks_off()
     if 1 < len(lines) <= MOST_NAMED:
-        place_legend(axes, columns=1)
+        place_legend(axes)
     save_figure(figure, path)
     return True

@@ -75,6 +75,8 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
         "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
         "--class-order timm": "timm: only --init's weights have classes to name",
+        "--dry-run --set OPTIMIZER.name=sgd --set OPTIMIZER.nesterov=True --set "
+        "OPTIMIZER.momentum=0": "OPTIMIZER.name=sgd: Nesterov momentum requires a momentum",
         "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",
         "--set FREEZE=body": "FREEZE='body' without INIT starts from random weights: add --init",
         "--set OPTIMIZER.layer_decay=0.9": "OPTIMIZER.layer_decay=0.9 without INIT starts from ",

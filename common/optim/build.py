@@ -141,17 +141,16 @@ def build_optimizer(
     head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). ``options`` replace the
     optimizer's ``defaults`` in `OPTIMIZERS`.
 
-    Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
+    Raises `UserError` for a value that the optimizer refuses, TypeError for an unknown option.
     """
     groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
     entry = OPTIMIZERS[name]
     defaults = {name: value for name, value in entry.defaults.items() if value is not None}
-    return entry.build(
-        groups,
-        lr=learning_rate,
-        weight_decay=weight_decay,
-        **{**defaults, **options, **entry.of_model(model)},
-    )
+    arguments = {**defaults, **options, **entry.of_model(model)}
+    try:
+        return entry.build(groups, lr=learning_rate, weight_decay=weight_decay, **arguments)
+    except ValueError as error:
+        raise UserError(f"OPTIMIZER.name={name}: {error}") from error
 
 
 def _parameter_groups(

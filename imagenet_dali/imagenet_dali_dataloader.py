@@ -89,8 +89,9 @@ def decode_and_resize(
 @functools.cache
 def decodes_windows() -> bool:
     """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
-    place = dict(batch_size=1, num_threads=1, device_id=None)
-    pipeline = decode_and_resize(lambda: (), "bilinear", "cpu", False, **place)
+    pipeline = decode_and_resize(
+        lambda: (), "bilinear", "cpu", False, batch_size=1, num_threads=1, device_id=None
+    )
     pipeline.build()  # loads nvJPEG, as long as the pipeline exists
     version = nvjpeg_version()
     del pipeline

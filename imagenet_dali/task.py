@@ -1,10 +1,12 @@
 """The loaders of prepared data sets (DALI or simplejpeg) and image folders (simplejpeg, Pillow)."""
 
 import functools
-import importlib.util
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from common.config.plan import DataSummary
 from common.data import image_loaders
@@ -27,7 +29,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     No image is read.
     """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
-    if data["loader"] == "dali" and not has_dali():
+    # A CPU does without.
+    if data["loader"] == "dali" and torch.cuda.is_available() and not has_dali():
         raise UserError(
             "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
             "or install nvidia-dali-cuda130"
@@ -88,10 +91,8 @@ def _check_blocks(data: Mapping[str, Any], summary: DataSummary) -> None:
 
 def has_dali() -> bool:
     """Return whether DALI is installed; it is not imported, which takes half a second."""
-    try:
-        return importlib.util.find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:  # No package `nvidia` is installed.
-        return False
+    # Without a package `nvidia` the second would raise.
+    return bool(find_spec("nvidia") and find_spec("nvidia.dali"))
 
 
 def build_train_loader(

@@ -50,6 +50,14 @@ def root(folder: Path) -> Path:
     return folder.with_name("shards")
 
 
+def test_dali_is_needed_on_a_gpu_only(root, monkeypatch):
+    monkeypatch.setattr("imagenet_dali.task.has_dali", lambda: False)
+    describe_data(DATA | {"root": str(root)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="DALI is not installed"):
+        describe_data(DATA)
+
+
 def train_loader(
     root: Path, order: str = "random", resolutions: Any = (), **data: object
 ) -> Loader:

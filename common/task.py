@@ -65,28 +65,19 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     ``download`` names what DATA.download fetches in this task.
     """
     root = named_root(config)
+    maker = "python -m imagenet_dali.prepare makes one"
+    if download:
+        maker = f"--set DATA.download=True fetches {download}"
     if not root:
-        fetched = (
-            f"; with --set DATA.download=True too, {download} is fetched into it"
-            if download
-            else ""
-        )
         raise UserError(
-            "DATA.root is not set: give the data set's folder, DATA=/path or --set "
-            f"DATA.root=/path{fetched}"
+            "DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path "
+            f"({maker})"
         )
     path = Path(root).resolve()
     # Empty: the file system may not be mounted.
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"
-        maker = (
-            f"--set DATA.download=True fetches {download}"
-            if download
-            else "python -m imagenet_dali.prepare makes one"
-        )
-        raise UserError(
-            f"DATA.root={root} {state} (it is {path}): point it at a data set ({maker})"
-        )
+        raise UserError(f"DATA.root={path} {state}: point it at a data set ({maker})")
     return str(path)
 
 

@@ -74,7 +74,7 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         "--set MODEL.num_classes=2": "MODEL.num_classes=2: the data set has labels 0 to 2; ",
         "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
         "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
-        "--class-order timm": "timm: only --init's weights have classes to name",
+        "--class-order timm": "--classes, --class-order: only --init's weights have ",
         "--dry-run --set OPTIMIZER.name=sgd --set OPTIMIZER.nesterov=True --set "
         "OPTIMIZER.momentum=0": "OPTIMIZER.name=sgd: Nesterov momentum requires a momentum",
         "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",

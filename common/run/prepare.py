@@ -250,7 +250,7 @@ def check_init(
     classes = args.classes or args.class_order
     if not config["INIT"]:
         if classes:
-            raise UserError(f"{classes}: only --init's weights have classes to name; leave it out")
+            raise UserError("--classes, --class-order: only --init's weights have classes to name")
         # With --resume CHECKPOINT the weights are not random.
         if args.resume in (AUTO, NEVER):
             _check_random_start(config, args.config)

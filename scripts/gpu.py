@@ -52,12 +52,22 @@ WORK = Path(os.environ.get("GPU_WORK") or "/tmp/gpu")
 TINY = bool(os.environ.get("TINY"))
 PYTEST = ["-m", "pytest", "-W", "default", "-m", "gpu", "--tb=short", "scripts/gpu_test.py"]
 # Fields of a record of metrics.jsonl that a row takes.
-FIGURES = ("step", "epoch", "loss", "top1", "samples_per_s", "data_wait", "forward_s", "backward_s")
-FIGURES += ("peak_memory_gb",)
+FIGURES = (
+    "step",
+    "epoch",
+    "loss",
+    "top1",
+    "samples_per_s",
+    "data_wait",
+    "forward_s",
+    "backward_s",
+    "peak_memory_gb",
+)
 LEAST = 20.0  # seconds in which a piece can still answer
 
-VIT_S16: dict[str, Any] = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6)
-VIT_S16 |= dict(mlp_ratio=4.0, num_classes=1000)
+VIT_S16: dict[str, Any] = dict(
+    image_size=224, patch_size=16, width=384, depth=12, heads=6, mlp_ratio=4.0, num_classes=1000
+)
 VIT_B16 = VIT_S16 | dict(width=768, heads=12)
 SMALL = dict(image_size=32, patch_size=8, width=64, depth=2, heads=1, num_classes=10)
 MODELS: dict[str, dict[str, Any]] = {"lite": {}, "s16": VIT_S16, "b16": VIT_B16}
@@ -304,9 +314,8 @@ def pipeline(kind: str) -> None:
         steps = 4 if TINY else 60 if name == "s16" else 40
         settings = [f"MODEL.{key}={value}" for key, value in MODELS[name].items()]
         settings += ["MODEL.num_classes=None", f"DATA.root={shards}", f"DATA.loader={kind}"]
-        settings += [f"TOTAL_BATCH_SIZE={BATCH}", f"MICRO_BATCH_SIZE={BATCH}"]
-        settings += [f"MAX_STEPS={steps}", f"LOG.every={steps // 4}"]
-        settings += ["NUM_EPOCHS=100", "WARMUP_EPOCHS=1"]
+        settings += [f"TOTAL_BATCH_SIZE={BATCH}", f"MICRO_BATCH_SIZE={BATCH}", "NUM_EPOCHS=100"]
+        settings += ["WARMUP_EPOCHS=1", f"MAX_STEPS={steps}", f"LOG.every={steps // 4}"]
         script = "imagenet_dali/train_dali.py --config vit-b16"
         train_by_script(f"pipeline-{kind}-{name}", "train", script, *settings)
 

@@ -103,7 +103,7 @@ def restore_config(
 ) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` applied.
 
-    Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
+    Raises `UserError` for unknown keys, with the file ``where`` it comes from, and wrong values.
     """
     overrides = parse_settings(settings)
     changed = {key: override(key, values.get(key), overrides) for key in top_keys(overrides)}

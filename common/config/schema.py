@@ -130,7 +130,7 @@ class Data(Section):
     """then divided by"""
 
 
-BETAS = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
+Betas = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, Predicate(lambda value: value >= 0)]
 Limits = Annotated[
@@ -152,7 +152,7 @@ class Optimizer(Options):
     """factor of the learning rate per layer from the head down; 1: none"""
 
     # these belong to some optimizers; their defaults are in `OPTIMIZERS`
-    betas: BETAS = key(None, title="(beta1, beta2), each >= 0 and < 1")
+    betas: Betas = key(None, title="(beta1, beta2), each >= 0 and < 1")
     """decay of the moments"""
 
     eps: Positive = OF_CHOICE
@@ -531,7 +531,7 @@ class Config(Section):
         return self
 
     def check_conflicts(self) -> None:
-        """Raise `UserError` for what `NO_EFFECT` or `LIMITS` has, with the remedy."""
+        """Raise `UserError` for what `NO_EFFECT` or `AT_MOST` has, with the remedy."""
         defaults = {name: field.default for name, field in known_keys().items()}
         values = defaults | flatten(self.model_dump())
         wrong = [
@@ -541,7 +541,7 @@ class Config(Section):
         ]
         wrong += [
             (name, "is too large for", [limit])
-            for name, limit in LIMITS.items()
+            for name, limit in AT_MOST.items()
             if (values[name] or 0) > values[limit]
         ]
         for name, reason, others in wrong:
@@ -570,7 +570,7 @@ NO_EFFECT = {
     "DATA.crop_ratio": {"DATA.crop": "simple"},
 }
 # Keys, and those that they may not exceed.
-LIMITS = {
+AT_MOST = {
     "MIN_LR": "LEARNING_RATE",
     "WARMUP_LR": "LEARNING_RATE",
     "MIXUP_OFF_EPOCHS": "NUM_EPOCHS",

@@ -83,11 +83,12 @@ class RecordedRun:
     @property
     def best(self) -> Metrics:
         """The evaluation of checkpoints/best, the first of equals; {} before any."""
-
-        def rank(line: Metrics) -> tuple[float, ...]:
-            return rank_evaluation(line, self.metric) or ()  # less than any that is finite
-
-        return max(self.of_kind("eval"), key=rank, default={})
+        # () is less than any that is finite.
+        return max(
+            self.of_kind("eval"),
+            key=lambda line: rank_evaluation(line, self.metric) or (),
+            default={},
+        )
 
     def of_kind(self, kind: str) -> list[Metrics]:
         return [line for line in self.metrics if line["kind"] == kind]

@@ -7,7 +7,7 @@ from typing import Any
 from common.config.plan import Plan
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.compiler import check_compile
-from common.engine.tensor_parallel.layout import check_tensor_parallel
+from common.engine.tensor_parallel.layout import SHAPES, check_tensor_parallel, side_of
 from common.engine.zero import check_zero
 from common.errors import UserError
 from common.model.build import build_on_meta, count_parameters
@@ -49,11 +49,12 @@ class Prediction:
     def mode(self) -> str:
         """Short name, such as "2.5d 2 x 2 x 1" or "1d 2, zero 3"."""
         mode = self.tensor["mode"]
-        size = self.tensor["size"]
-        depth = self.tensor.get("depth", 1)
-        side = round((size / depth) ** (1 / 3 if mode == "3d" else 1 / 2))
-        sides = {"1d": (size,), "2d": (side, side), "2.5d": (side, side, depth), "3d": (side,) * 3}
-        parts = [f"{mode} {' x '.join(map(str, sides[mode]))}"] if mode else []
+        parts = []
+        if mode:
+            sides = [side_of(self.tensor)] * SHAPES[mode][1]
+            if mode == "2.5d":
+                sides.append(self.tensor["depth"])
+            parts = [f"{mode} {' x '.join(map(str, sides))}"]
         if self.zero:
             parts.append(f"zero {self.zero}")
         return ", ".join(parts) or "data parallel"

@@ -252,6 +252,11 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         )
 
 
+def side_of(tensor: Mapping[str, Any]) -> int:
+    """Return the ranks along a side of the square or cube of the config's parallel.tensor."""
+    return round((tensor["size"] // tensor.get("depth", 1)) ** (1 / SHAPES[tensor["mode"]][1]))
+
+
 def check_tensor_parallel(
     parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int
 ) -> None:
@@ -279,8 +284,7 @@ def check_tensor_parallel(
     width = model["width"]
     hidden_width = int(width * model["mlp_ratio"])
     depth = tensor.get("depth", 1)
-    # The ranks along a side of the square or cube; the heads are split over so many.
-    side = round((size // depth) ** (1 / SHAPES[mode][1]))
+    side = side_of(tensor)  # the heads are split over so many ranks
     # Between blocks so many ranks have different samples.
     samples = {"1d": 1, "2d": side, "2.5d": side * depth, "3d": side**2}[mode]
     # 3d splits a weight along its input channels twice.

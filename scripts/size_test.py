@@ -6,24 +6,17 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+LAYOUT = "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"
 
 
 def count_tokens(source: str) -> int:
     """Count what has to be read: no comments, docstrings, line ends and indentation."""
-    before, count, open_texts = tokenize.NEWLINE, 0, 0
-    for kind, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
+    before, count, open_texts = "NEWLINE", 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
         # an f-string is one token, as before Python 3.12
-        name = tokenize.tok_name[kind]
-        open_texts += (name == "FSTRING_START") - (name == "FSTRING_END")
-        is_docstring = kind == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT)
+        open_texts += (kind == "FSTRING_START") - (kind == "FSTRING_END")
+        is_docstring = kind == "STRING" and before in ("NEWLINE", "INDENT")
         count += kind not in LAYOUT and not is_docstring and not open_texts
         before = kind
     return count

@@ -186,12 +186,16 @@ def test_saves_when_due(gpus, every, keep, steps, data, tmp_path, monkeypatch):
 
 def test_the_best_is_by_the_metric_of_the_config(data, tmp_path, capsys):
     run = tmp_path / "run"
-    settings = ["BEST=loss", "LEARNING_RATE=0.1", "NUM_EPOCHS=4", "KEEP=1"]
+    settings = ["BEST=loss", "LEARNING_RATE=1.0", "NUM_EPOCHS=4", "KEEP=1"]
     evaluations = [r for r in train(data, run, settings) if r["kind"] == "eval"]
     best = min(evaluations, key=lambda r: r["loss"])
     assert best != max(evaluations, key=lambda r: r["top1"])
     link = run / "checkpoints/best"
-    assert read_trainer_state(link)["trainer"]["step"] == best["step"]
+    marked = read_trainer_state(link)
+    known = marked["trainer"]["step"], marked["best_loss"], marked["stale"]
+    assert known == (best["step"], best["loss"], 0)
+    # A worse one came before the best, which set the count of stale ones back.
+    assert evaluations[1]["loss"] > evaluations[0]["loss"]
     train(data, run, [*settings, "BEST=mean_recall", "NUM_EPOCHS=5"])
     assert link.resolve().name == "step-00000020"
     said = "BEST='mean_recall' from here on (was 'loss'); the best starts anew"

@@ -1,5 +1,6 @@
 """The moving average of weights and of batch norms' statistics."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ def test_averages_are_those_of_the_formula(decay, warmup):
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     hook = EmaHook(model, decay, warmup)
     state = {name: p for name, p in model.state_dict().items() if p.is_floating_point()}
-    expected = {name: p.clone() for name, p in state.items()}
+    expected = deepcopy(state)
     for step in range(1, 20):
         for parameter in model.parameters():
             parameter.detach().add_(torch.randn_like(parameter))
@@ -33,3 +34,8 @@ def test_averages_are_those_of_the_formula(decay, warmup):
         for name, average in expected.items():
             average.lerp_(state[name], 1 - min(decay, warm))
     torch.testing.assert_close(hook.averages, expected, rtol=1e-6, atol=1e-7)
+    weights = deepcopy(state)
+    hook.before_test(trainer)
+    torch.testing.assert_close(state, hook.averages, rtol=0, atol=0)
+    hook.after_test(trainer)
+    torch.testing.assert_close(state, weights, rtol=0, atol=0)

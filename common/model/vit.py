@@ -347,26 +347,25 @@ def _build_position(arguments: Model) -> nn.Parameter:
 def resample_positions(table_1ND: Tensor, patches: int, prefix: int) -> Tensor:
     """Return the position embedding of a square of ``patches``; that of ``prefix`` tokens is kept.
 
-    Equal to timm's `resample_abs_pos_embed`. Channels are independent, so they may be sharded.
+    Equal to timm's `resample_abs_pos_embed` but for rounding. Channels are independent, so they may
+    be sharded.
     """
     if table_1ND.shape[1] == prefix + patches:
         return table_1ND
     # Both grids are square: `MODEL.image_size` is one number.
     old = math.isqrt(table_1ND.shape[1] - prefix)
     new = math.isqrt(patches)
-    # In float32, as in timm, whatever the parameters are.
-    patches_1ND = table_1ND[:, prefix:].float()
-    grid_1YXD = patches_1ND.unflatten(1, (old, old))
-    grid_1DYX = grid_1YXD.permute(0, 3, 1, 2)
-    grid_1DYX = F.interpolate(
-        grid_1DYX,
-        (new, new),
-        mode="bicubic",
-        antialias=True,
-    )
-    resampled_1ND = grid_1DYX.flatten(2).mT
-    resampled_1ND = resampled_1ND.to(table_1ND.dtype)
-    return torch.cat([table_1ND[:, :prefix], resampled_1ND], dim=1)
+    # What each old row adds to each new one.
+    unit_11OO = torch.eye(old, device=table_1ND.device)[None, None]
+    kernel_11NO = F.interpolate(unit_11OO, (new, old), mode="bicubic", antialias=True)
+    kernel_NO11 = kernel_11NO.permute(2, 3, 0, 1)
+    grid_YXD = table_1ND[0, prefix:].unflatten(0, (old, old))
+    # Rows, then columns. Interpolating the grid itself would have a gradient that GPUs add up in
+    # any order, and runs that cannot be repeated.
+    for _ in range(2):
+        grid_YXD = (kernel_NO11 * grid_YXD).sum(1).transpose(0, 1)
+    resampled_ND = grid_YXD.flatten(0, 1).to(table_1ND.dtype)
+    return torch.cat([table_1ND[:, :prefix], resampled_ND[None]], dim=1)
 
 
 def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:

@@ -79,7 +79,7 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
 )
 def test_options_equal_timm(options):
     """In float64, gradients too. From one seed both draw the same masks, with our Dropout in
-    timm's places.
+    timm's places. timm resamples positions in float32.
     """
     options = TINY | options
     # Positions are resampled to the grid of the images.
@@ -90,8 +90,9 @@ def test_options_equal_timm(options):
     if options.get("position") == "sincos2d":
         del reference["pos_embed"]  # ours is fixed
     assert mine.keys() == reference.keys()
+    bound = 1e-12 if side == 16 else 1e-6
     for name, value in mine.items():
-        assert (value - reference[name]).abs().max() <= 1e-12, name
+        assert (value - reference[name]).abs().max() <= bound, name
 
 
 def test_bfloat16_autocast_makes_the_residual_stream_bfloat16():

@@ -162,7 +162,7 @@ class TrainerState(ExtensibleRecord):
     loader: LoaderPosition
     optimizer: Updates
     metrics: list[RunningMetrics]
-    best_top1: float = Field(ge=-1, le=1)  # the metric of BEST; 0 for the loss
+    best_top1: float  # the metric of BEST; 0 for the loss; -Infinity before any evaluation
     best_loss: float
     stale: Count = 0  # evaluations since the best
     ranks: Ranks

@@ -134,7 +134,7 @@ class CheckpointHook(BaseHook):
         reached = rank_evaluation(trainer.states["eval"], config["BEST"])
         self._finish_write()
         # rank 0 alone knows whether the best so far was written
-        if reached and ask_first_rank(lambda: reached > self.best):
+        if ask_first_rank(lambda: reached > self.best):
             self.stale = 0
             self._save(trainer, reached)
             return

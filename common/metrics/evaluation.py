@@ -20,21 +20,23 @@ from common.engine.upstream import ParallelMode, all_reduce
 class Best(NamedTuple):
     """How good an evaluation is; the greater one is better."""
 
-    score: float = -1.0  # the metric of BEST, or the user's score
+    score: float = -math.inf  # the metric of BEST, or the user's score
     negative_loss: float = 0.0  # decides between equal scores
 
 
-def rank_evaluation(figures: Mapping[str, float | None], metric: str) -> Best | None:
-    """Return how good an evaluation is by ``metric``, the config's BEST; None if it is not finite.
+def rank_evaluation(figures: Mapping[str, float | None], metric: str) -> Best:
+    """Return how good an evaluation is by ``metric``, the config's BEST.
+
+    One that is not finite, and {}, are no better than none, `Best()`.
 
     The ``score`` of a hook of the user's goes before the metric.
     """
     # with equal scores the loss decides alone
     default = 0.0 if metric == "loss" else figures.get(metric)
     score = figures.get("score", default)
-    loss = figures["loss"]
+    loss = figures.get("loss")
     if score is None or loss is None or not math.isfinite(score + loss):
-        return None
+        return Best()
     return Best(score, -loss)
 
 

@@ -32,7 +32,7 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import own_file, short_path
 from common.metrics.curves import name_loss
-from common.metrics.evaluation import rank_evaluation
+from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.plot import build_figure
 from common.text import counted
@@ -83,10 +83,9 @@ class RecordedRun:
     @property
     def best(self) -> Metrics:
         """The evaluation of checkpoints/best, the first of equals; {} before any."""
-        # () is less than any that is finite.
         return max(
             self.of_kind("eval"),
-            key=lambda line: rank_evaluation(line, self.metric) or (),
+            key=lambda line: rank_evaluation(line, self.metric),
             default={},
         )
 
@@ -237,7 +236,7 @@ def _describe_best(run: RecordedRun) -> str:
     """Return the metric of BEST and top-1 of the best evaluation."""
     metric = run.metric
     best = run.best
-    if not best or not rank_evaluation(best, metric):
+    if rank_evaluation(best, metric) == Best():
         return ABSENT
     step = f"at step {best['step']:,}"
     top1 = f"top-1 {best['top1']:.2%}"

@@ -124,8 +124,8 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     [
         (
             "0.02",
-            r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest "
-            r"that fits: 1d 2",
+            r"^proc.* not fit in .* zero=dict\(stage=1\) or 3 .* 12.5 GB/s .* is decoded. .* not "
+            r"fit \| \| .* fastest that fits: 1d 2",
         ),
         (
             "0.001",

@@ -222,9 +222,8 @@ def _print_modes(planner: Planner, images: int) -> None:
     print()
     for line in _assumptions(planner):
         print_wrapped(f"- {line}", 2)
-    print()
-    print(format_table([_row(prediction, cluster) for prediction in predictions]))
-    print()
+    rows = [_row(prediction, cluster) for prediction in predictions]
+    print(f"\n{format_table(rows)}\n")
     # Not wrapped: a user copies these lines.
     for prediction in predictions:
         print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")
@@ -233,12 +232,6 @@ def _print_modes(planner: Planner, images: int) -> None:
     if not fitting:
         print_wrapped(f"no mode fits in {_usable(cluster)}")
         return
-    # ZeRO alone is easier to use than with tensor parallelism.
-    sharded = [p.zero for p in fitting if p.zero and not p.tensor["mode"]]
-    if sharded and not predictions[0].fits:
-        print_wrapped(
-            f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})"
-        )
     # Compared by the slower time: it is not certain that sending overlaps with computing.
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")

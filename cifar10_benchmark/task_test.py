@@ -47,10 +47,6 @@ def build_train(data, device=CPU, image_size=8, **ranks):
     return build_train_loader(data, 16, 4, seed=5, image_size=image_size, device=device, **ranks)
 
 
-def build_small(data, device=CPU):
-    return build_train(data, device, resolutions=[Resolution(9, 6, 4, 4)])
-
-
 def build_eval(data, device=CPU, **ranks):
     return build_eval_loader(data, 4, image_size=8, device=device, **ranks)
 
@@ -97,7 +93,10 @@ def test_crops_and_flips_are_torchvisions_then_autoaugment_then_the_size_as_pill
     assert np.array_equal(balanced, open_images(data).train.labels)
 
 
-@pytest.mark.parametrize("build", [build_train, build_small, build_eval])
+SMALL_IMAGES = partial(build_train, resolutions=[Resolution(9, 6, 4, 4)])
+
+
+@pytest.mark.parametrize("build", [build_train, SMALL_IMAGES, build_eval])
 def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
     data = data | {"autoaugment": "cifar10"}
     ((images, waits, kernels),) = run_ranks(1, read_on_gpu, partial(build, data))

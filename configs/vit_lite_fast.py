@@ -23,17 +23,8 @@ WEIGHT_DECAY = 0.3
 OPTIMIZER = dict(name="muon", decay_all=False)
 clip_grad_norm = 1.0
 
-MODEL = dict(
-    image_size=32,
-    patch_size=4,
-    width=192,
-    depth=6,
-    heads=3,
-    mlp_ratio=2.0,
-    num_classes=10,
-    drop_path=0.05,
-    stem="conv",
-    pool="seq",
+MODEL = MODEL | dict(
+    width=192, depth=6, heads=3, dropout=0.0, drop_path=0.05, stem="conv", pool="seq"
 )
 DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))  # of all pixels
 

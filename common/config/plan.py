@@ -135,9 +135,8 @@ def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[R
         own = min(*stated, samples) if stated else micro
         if samples % own or own < micro:
             raise UserError(
-                f"IMAGE_SIZES: micro-batches of {own} images, at {size} pixels, have to divide the "
-                f"{samples} that a process has of a step, and to be no smaller than the {micro} at "
-                "full size: set others, or leave them out"
+                f"IMAGE_SIZES: micro-batches of {own} images at {size} pixels: choose a divisor of "
+                f"{samples}, the images of a process in a step, from {micro} on, that at full size"
             )
         resolutions.append(Resolution(end, size, own, samples // own))
     size = config["MODEL"]["image_size"]

@@ -104,7 +104,7 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
             (
                 dict(MICRO_BATCH_SIZE=256, IMAGE_SIZES=[(9, 128, micro_batch)]),
                 8,
-                f"of {micro_batch} images, at 128 pixels, have to divide the 4096 that .* the 256",
+                f"of {micro_batch} images at 128 pixels: choose a divisor of 4096, .* from 256 on",
             )
             for micro_batch in (128, 1000)
         ),

@@ -86,6 +86,6 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, cap
     assert names.count("aten::linear") == 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
     said = capsys.readouterr().out
-    assert "\nIMAGE_SIZES: 8 pixels, the first size, in all steps\n" in said
+    assert "\nIMAGE_SIZES: 8 pixels in all steps; evaluation at full size\n" in said
     assert table in said
     assert sorted(os.listdir(output)) == [".lock", "profile"]

@@ -1,5 +1,6 @@
 """FLOPs of a model, and the peak FLOP/s of a device."""
 
+import functools
 import math
 import re
 import time
@@ -61,12 +62,9 @@ def flops_per_image(
             built(torch.empty(1, 3, size, size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
         fault = f"the model takes no such images ({first_line(error)})"
-        if size == model["image_size"]:
-            raise UserError(f"MODEL.image_size={size}: {fault}") from error
-        raise UserError(
-            f"IMAGE_SIZES: {size} pixels: {fault}; leave it out (timm's ViTs take several sizes "
-            "with MODEL.dynamic_img_size=True)"
-        ) from error
+        if not model["timm"]:
+            fault = f"not a multiple of MODEL.patch_size={model['patch_size']}"
+        raise UserError(f"{size} pixels (MODEL.image_size, IMAGE_SIZES): {fault}") from error
     if not frozen:
         return 3 * count.total
     # Two FLOPs for each weight: the gradient of the head, whose input needs none.
@@ -110,6 +108,7 @@ def known_gpu(name: str) -> str | None:
     return next((part for part in PEAKS if re.search(rf"{part}\b", name)), None)
 
 
+@functools.cache
 def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of the matrix products in `MEASURING` seconds."""
     size = 8192 if device.type == "cuda" else 1024

@@ -106,7 +106,7 @@ def test_refusals(settings, message):
         ),
         (
             ["MODEL.timm=vit_tiny_patch16_224", "IMAGE_SIZES=[(1, 64)]"],
-            "^IMAGE_SIZES: 64 pixels: the model takes no .*MODEL.dynamic_img_size=True.$",
+            "^64 pixels .MODEL.image_size, IMAGE_SIZES.: the model takes no .*Input height",
         ),
     ],
 )

@@ -94,9 +94,13 @@ def _print_phases(
     for way in (phases, without):
         # To three digits, but without the exponent that .3g alone would print.
         petaflops = float(f"{images * _count_flops(config, way) / 1e15:.3g}")
-        totals.append(f"{petaflops:,g} PFLOP, {_format_time(*_count_seconds(way, images))}")
-    waits = "; * waits for decoding" if any(phase.prediction.waits for phase in phases) else ""
-    print_wrapped(f"together {totals[0]}; without IMAGE_SIZES {totals[1]}{waits}")
+        time = _format_time(*_count_seconds(way, images))
+        if not torch.cuda.is_available():
+            time = f"{time} (on this CPU at least {_least_time(config, way, images)})"
+        totals.append(f"{petaflops:,g} PFLOP, {time}")
+    if any(phase.prediction.waits for phase in phases):
+        print("* waits for decoding")
+    print_wrapped(f"together {totals[0]}; without IMAGE_SIZES {totals[1]}")
 
 
 def _count_flops(config: Mapping[str, Any], phases: Sequence[Phase]) -> float:
@@ -168,20 +172,19 @@ def describe_options(
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
     name = config["MODEL"]["timm"]
     if name:
-        size = config["MODEL"]["image_size"]
         # These keys are shown because their defaults are the model's.
         transform = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
-        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {transform}"
+        rows["MODEL.timm"] = f"{name}, image_size={config['MODEL']['image_size']}, {transform}"
     if config["IMAGE_SIZES"]:
         sizes = [f"{each.image_size} pixels to epoch {each.end}" for each in plan.resolutions]
         # A range test or a profile has one size.
         if len(sizes) == 1:
-            sizes = [f"{plan.resolutions[0].image_size} pixels, the first size, in all steps"]
-        rows["IMAGE_SIZES"] = ", ".join(sizes)
+            sizes = [f"{plan.resolutions[0].image_size} pixels in all steps"]
+        rows["IMAGE_SIZES"] = f"{', '.join(sizes)}; evaluation at full size"
     if config["EMA"]:
-        steps = f"{1 / (1 - config['EMA']):,.0f}"
         rows["EMA"] = (
-            f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
+            f"evaluation uses averages over about {1 / (1 - config['EMA']):,.0f} steps; "
+            "evaluate.py --raw uses the weights"
         )
     return rows
 
@@ -242,7 +245,7 @@ def _print_modes(planner: Planner, images: int) -> None:
 def _describe_time(phases: Sequence[Phase], images: int) -> str:
     """Return how long the training of the plan takes."""
     time = _format_time(*_count_seconds(phases, images))
-    limit = " (the host's limit)" if any(phase.prediction.waits for phase in phases) else ""
+    limit = " (the host's limit)" if all(phase.prediction.waits for phase in phases) else ""
     return f"{phases[-1].end} epochs of {images:,} images: {time}{limit}"
 
 
@@ -332,7 +335,7 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     if prediction.fits:
         times = [1e3 * prediction.fastest_step, 1e3 * prediction.slowest_step]
         mark = "*" if prediction.waits else ""
-        row["step ms"] = mark + _range(times, ",.0f")
+        row["step ms"] = f"{mark}{_range(times, ',.0f')}"
         row["images/s"] = _range(prediction.images_per_s, ",.0f")
     return row
 

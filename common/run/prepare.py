@@ -305,10 +305,9 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
     for resolution in plan.resolutions:
         flops_per_image(model, image_size=resolution.image_size)  # refuses what it does not take
+        check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
     if plan.micro_batch == 1:
         _check_single_images(config)
-    for resolution in plan.resolutions:
-        check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
     if config["BEST"] == "auroc" and model["num_classes"] not in (None, 2):
         raise UserError(
             f"BEST='auroc': of two classes only, these are {model['num_classes']}; set it to "

@@ -92,10 +92,11 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         # It starts at the first step and takes as many epochs as it needs.
         steps = measurement.total_steps
         total = max(steps, plan.total_steps)
-        plan = replace(plan, epochs=steps, last_step=steps, total_steps=total)
         # At one size: losses and times of several are not comparable.
-        resolution = plan.resolutions[-1 if args.find_batch else 0]
-        plan = replace(plan, resolutions=(replace(resolution, end=steps),))
+        resolution = replace(plan.resolutions[-1 if args.find_batch else 0], end=steps)
+        plan = replace(
+            plan, epochs=steps, last_step=steps, total_steps=total, resolutions=(resolution,)
+        )
     prepared = prepared._replace(plan=plan)
     # Every rank has the record: its hooks read the config in it.
     about = _describe_start(args, argv, task, prepared)

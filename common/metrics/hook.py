@@ -98,6 +98,7 @@ class MetricsHook(BaseHook):
     def before_train_epoch(self, trainer: Trainer) -> None:
         size = resolution_at(self.plan.resolutions, trainer.cur_epoch).image_size
         self.step_at_peak = self.plan.total_batch / self.peak_samples_per_s[size]
+        self.size = {"image_size": size} if len(self.plan.resolutions) > 1 else {}
 
     def after_train_iter(
         self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor
@@ -129,6 +130,7 @@ class MetricsHook(BaseHook):
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             **noise_scale,
+            **self.size,
             "skipped": trainer.engine.optimizer.skipped,
             "samples_per_s": timed * self.plan.total_batch / elapsed,
             "mfu": self.at_peak / elapsed,

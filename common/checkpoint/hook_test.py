@@ -194,8 +194,6 @@ def test_the_best_is_by_the_metric_of_the_config(data, tmp_path, capsys):
     marked = read_trainer_state(link)
     known = marked["trainer"]["step"], marked["best_loss"], marked["stale"]
     assert known == (best["step"], best["loss"], 0)
-    # A worse one came before the best, which set the count of stale ones back.
-    assert evaluations[1]["loss"] > evaluations[0]["loss"]
     train(data, run, [*settings, "BEST=mean_recall", "NUM_EPOCHS=5"])
     assert link.resolve().name == "step-00000020"
     said = "BEST='mean_recall' from here on (was 'loss'); the best starts anew"

@@ -345,7 +345,7 @@ class Config(Section):
     """optimizer steps after which to stop early; the schedule is unchanged"""
 
     IMAGE_SIZES: list[EpochsAndPixels | EpochsPixelsAndBatch] = key(
-        [], title="list of (epochs, pixels) or (epochs, pixels, images)"
+        [], title="list of (epochs, pixels) or (epochs, pixels, images), integers >= 1"
     )
     """side of the training images in the first epochs, and their micro-batch if not
     `MICRO_BATCH_SIZE`; then, and in evaluation, `MODEL.image_size` (docs/recipes.md)"""
@@ -514,8 +514,8 @@ class Config(Section):
             )
         if sum(epochs for epochs, *_ in self.IMAGE_SIZES) > self.NUM_EPOCHS:
             raise ValueError(
-                f"IMAGE_SIZES has more epochs than NUM_EPOCHS={self.NUM_EPOCHS}: raise that, or "
-                "add --set IMAGE_SIZES=[]"
+                f"IMAGE_SIZES has more epochs than NUM_EPOCHS={self.NUM_EPOCHS}: raise that, "
+                "shorten it, or add --set IMAGE_SIZES=[]"
             )
         rule = self.CLASS_WEIGHTS
         if isinstance(rule, str) and self.DATA.sampling:

@@ -181,7 +181,7 @@ class Optimizer(Options):
     """learning rate of what is no block's matrix, as a multiple of the others'"""
 
     bfloat16: bool = OF_CHOICE
-    """orthogonalize in bfloat16 on a CPU too, as on GPUs: faster on one with AMX or AVX512_BF16"""
+    """orthogonalize in bfloat16 on a CPU too, as on GPUs, if it has AMX or AVX512_BF16"""
 
     dampening: UpToOne = OF_CHOICE
     """of momentum"""

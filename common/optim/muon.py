@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from common.hardware import is_fast
 from common.optim.sgd import is_wrong
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c above, as in torch.optim.Muon
@@ -94,7 +95,8 @@ class Muon(AdamW):
         self.matrices = matrices
         self.momentum = momentum
         self.adamw_lr_scale = adamw_lr_scale
-        self.bfloat16 = bfloat16
+        # Without its instructions a CPU would take hundreds of times as long.
+        self.bfloat16 = bfloat16 and is_fast("bfloat16")
         self.map_full = map_full or (lambda function, _, values: function(values))
         self.ranks = ranks
 
@@ -209,7 +211,8 @@ def orthogonalize(stacks: list[Tensor], rows: int, bfloat16: bool = False) -> Se
     a, b, c = COEFFICIENTS
     dtype, lengths = stacks[0].dtype, [len(stack) for stack in stacks]
     x_KMN = torch.cat(stacks).unflatten(0, (-1, rows))
-    x_KMN = x_KMN.bfloat16() if bfloat16 or not x_KMN.is_cpu else x_KMN
+    if bfloat16 or not x_KMN.is_cpu:
+        x_KMN = x_KMN.bfloat16()
     columns = x_KMN.shape[2]
     # The norm bounds the singular values: the iteration needs them to be at most 1.
     x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)

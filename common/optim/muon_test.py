@@ -55,11 +55,13 @@ def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
     torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
 
 
-def test_iterates_in_bfloat16_if_asked():
+def test_iterates_in_bfloat16_if_asked_on_a_cpu_with_instructions_for_it(monkeypatch):
     torch.manual_seed(0)
     matrix = torch.randn(32, 64)
     exact, rounded = (orthogonalize([matrix], 32, bfloat16)[0] for bfloat16 in (False, True))
     assert 0.001 < (rounded - exact).norm() / exact.norm() < 0.02
+    monkeypatch.setattr("common.optim.muon.is_fast", lambda _: False)
+    assert not Muon([matrix], {}, 0.9, bfloat16=True).bfloat16
 
 
 def test_which_parameters_are_how_many_matrices():

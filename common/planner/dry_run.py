@@ -17,7 +17,7 @@ from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
-from common.model.flops import flops_per_image, peak_images_per_s
+from common.model.flops import flops_per_image, peak_flops
 from common.planner.cluster import DECODE, LATENCY, Cluster
 from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
 from common.text import counted, format_table, print_wrapped
@@ -76,13 +76,12 @@ def _print_phases(
     """Print a table of the sizes of images, and what they save."""
     rows = []
     for phase in phases:
-        flops = _count_flops(config, [phase]) / phase.epochs
         time = _format_time(*_count_seconds([phase], images))
         row = {
             "epochs": f"{phase.begin + 1}-{phase.end}",
             "pixels": phase.image_size,
             "batch": _describe_batch(phase.prediction),
-            "GFLOP/image": f"{flops / 1e9:.3g}",
+            "GFLOP/image": f"{_count_flops(config, [phase]) / phase.epochs / 1e9:.3g}",
             "GB": f"{phase.prediction.estimate.peak / 1e9:.2f}",
             "time": f"*{time}" if phase.prediction.waits else time,
         }
@@ -92,12 +91,10 @@ def _print_phases(
     # The same epochs, all at MODEL's size.
     without = [Phase(0, phases[-1].end, config["MODEL"]["image_size"], full)]
     for way in (phases, without):
-        # To three digits, but without the exponent that .3g alone would print.
-        petaflops = float(f"{images * _count_flops(config, way) / 1e15:.3g}")
         time = _format_time(*_count_seconds(way, images))
         if not torch.cuda.is_available():
             time = f"{time} (on this CPU at least {_least_time(config, way, images)})"
-        totals.append(f"{petaflops:,g} PFLOP, {time}")
+        totals.append(f"{images * _count_flops(config, way) / 1e15:,.2f} PFLOP, {time}")
     if any(phase.prediction.waits for phase in phases):
         print("* waits for decoding")
     print_wrapped(f"together {totals[0]}; without IMAGE_SIZES {totals[1]}")
@@ -207,15 +204,17 @@ def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     )
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
-    remedies = (
-        "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
+    return (
+        f"{parts}; does not fit in {_usable(cluster)}: lower MICRO_BATCH_SIZE, set "
+        "MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     )
-    return f"{parts}; does not fit in {_usable(cluster)}: {remedies}"
 
 
 def _usable(cluster: Cluster) -> str:
-    memory = cluster.memory / 1e9
-    return f"the usable {USABLE * memory:.3g} GB ({USABLE:.0%}) of a GPU with {memory:.3g} GB"
+    return (
+        f"the usable {USABLE * cluster.memory / 1e9:.3g} GB ({USABLE:.0%}) of a GPU with "
+        f"{cluster.memory / 1e9:.3g} GB"
+    )
 
 
 def _print_modes(planner: Planner, images: int) -> None:
@@ -266,11 +265,9 @@ def _describe_batch(prediction: Prediction) -> str:
 
 def _least_time(config: Mapping[str, Any], phases: Sequence[Phase], images: int) -> str:
     """Return the time of training on this CPU at its peak."""
-    cpu = torch.device("cpu")
-    rate = peak_images_per_s(config["MODEL"], config["fp16"], 1, cpu, config["FREEZE"])
-    # Converted to epochs of images of full size, whose rate is known.
-    epochs = _count_flops(config, phases) / flops_per_image(config["MODEL"], config["FREEZE"])
-    return _format_time(*[epochs * images / rate] * 2)
+    peak = peak_flops(torch.device("cpu"), compute_dtype(config["fp16"], "cpu"))
+    seconds = images * _count_flops(config, phases) / peak
+    return _format_time(seconds, seconds)
 
 
 def _format_time(low: float, high: float) -> str:

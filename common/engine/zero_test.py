@@ -50,5 +50,6 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
     ranks = stage + 1  # with four, two have an empty shard of sequence pooling's one row
     found, expected = (run_ranks(ranks, train, each)[0] for each in (stage, None))
     for name, losses in found.items():
-        rounding = 2e-5 if "float16" in name.split() else 1e-6
+        # A logit of float16 that rounds otherwise changes their norm by about 1e-4.
+        rounding = 2e-4 if "float16" in name.split() else 1e-6
         assert losses == pytest.approx(expected[name], rel=rounding), name

@@ -43,7 +43,7 @@ def test_tools_take_it(model, data, tmp_path, capsys):
     for target in export.FORMATS:
         assert export.export(run, target, tmp_path / target) < 1e-5
     evaluate.main([str(output)])
-    assert f"MODEL.timm: {model['timm']}, images of " in capsys.readouterr().out
+    assert f"MODEL.timm: {model['timm']}, image_size=" in capsys.readouterr().out
     head = train(data, tmp_path / "head", f"MODEL={model}", f"INIT={output}", "FREEZE=body")
     mine, before = open_run(str(head), raw=True).load_weights(), run.load_weights()
     changed = {key.rpartition(".")[0] for key in mine if not torch.equal(mine[key], before[key])}

@@ -51,7 +51,7 @@ TINY = {
     "TOTAL_BATCH_SIZE": 16,
     "MICRO_BATCH_SIZE": None,
     "gradient_accumulation": 2,
-    "NUM_EPOCHS": 4,
+    "NUM_EPOCHS": 60,
 }
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}

@@ -44,14 +44,14 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)
         logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)
-        metrics = MetricsHook(plan, tmp_path, peak_samples_per_s={8: 4, 16: 2}, **logging)
+        metrics = MetricsHook(plan, tmp_path, peak_samples_per_s={8: 8, 16: 16}, **logging)
         # An evaluation lies between two records.
         Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
     assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
     seconds = dict(forward_s=2, backward_s=6, samples_per_s=8 / 12, data_wait=2 / 12)
-    for line, peak in zip(lines, (4, 2), strict=True):
-        expected = seconds | {"mfu": 8 / 12 / peak}
+    for line, size in zip(lines, (8, 16), strict=True):
+        expected = seconds | {"mfu": 8 / 12 / size, "image_size": size}
         assert {name: line[name] for name in expected} == pytest.approx(expected)
         assert 0.1 < line["peak_memory_gb"] < 100
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()

@@ -54,6 +54,7 @@ class Record(BaseModel):
     #   lr
     #   grad_norm: before clipping
     #   noise_scale: images, averaged over about 100 steps; null: above any number
+    #   image_size: pixels of a side, in the last step, where IMAGE_SIZES changes it
     #   samples_per_s: over all GPUs
     #   mfu: model FLOPs utilisation, a fraction of the GPUs' peak
     #   data_wait: fraction of the time that rank 0 waited for its loader

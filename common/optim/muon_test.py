@@ -66,13 +66,7 @@ def test_iterates_in_bfloat16_if_asked_on_a_cpu_with_instructions_for_it(monkeyp
 
 def test_which_parameters_are_how_many_matrices():
     names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1")
-    assert [count_matrices(f"blocks.0.{name}.weight", (96, 32)) for name in names] == [
-        3,
-        1,
-        1,
-        1,
-        0,
-    ]
+    assert [count_matrices(f"blocks.0.{n}.weight", (96, 32)) for n in names] == [3, 1, 1, 1, 0]
     assert (
         count_matrices("stages.0.blocks.1.attn.qkv.weight", (128, 64)) == 2
     )  # timm's gcvit_tiny has such a block

@@ -84,9 +84,7 @@ class RecordedRun:
     def best(self) -> Metrics:
         """The evaluation of checkpoints/best, the first of equals; {} before any."""
         return max(
-            self.of_kind("eval"),
-            key=lambda line: rank_evaluation(line, self.metric),
-            default={},
+            self.of_kind("eval"), key=lambda line: rank_evaluation(line, self.metric), default={}
         )
 
     def of_kind(self, kind: str) -> list[Metrics]:

@@ -82,6 +82,20 @@ def test_import_is_quiet_and_leaves_nothing_behind():
     assert "colossalai" not in done.stderr
 
 
+WITH_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+def initialize():
+    raise SystemExit("CUDA is initialized")
+torch.cuda._lazy_init = initialize
+import common.colossal
+"""
+
+
+def test_import_leaves_a_gpu_alone():
+    run_python(WITH_GPU, check=True)
+
+
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(upstream, "version", lambda name: "0.5.10")
     with pytest.raises(

@@ -51,8 +51,8 @@ def quiet_import() -> Iterator[None]:
       which `torch.compile` fails on a convolution.
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the
       whole compiler, two thirds of the import time.
-    - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and
-      prevent forking.
+    - Neither fp8.py:16 nor gemini_optimizer.py:578 queries the GPU: that would initialize CUDA
+      before the device is set, and prevent forking.
     - About 60 warnings, log lines and prints are dropped.
     - The environment is restored (initialize.py:10 sets `CUDA_DEVICE_MAX_CONNECTIONS`).
     """
@@ -62,6 +62,7 @@ def quiet_import() -> Iterator[None]:
         mock.patch.dict(os.environ),
         mock.patch.object(torch, "compile", return_value=lambda function: function),
         mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
         warnings.catch_warnings(),
         # Some of its modules print.
         redirect_stdout(io.StringIO()),

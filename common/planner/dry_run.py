@@ -296,7 +296,7 @@ def _assumptions(planner: Planner) -> list[str]:
     source = "--decode-images-per-s"
     # A rate that the user has not stated.
     if cluster.decode in DECODE.values():
-        source = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; {source}"
+        source = f"assumed; {source}"
     host = (
         f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({source}). "
         "A * marks steps that wait for it."

@@ -38,7 +38,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 
@@ -238,11 +237,8 @@ def lamb() -> None:
     measure("ours, bias correction", partial(ours, name="lamb", bias_correction=True))
     measure("timm's LAMB", lambda model: TimmLamb(model.parameters()))
     measure("AdamW, fused", lambda model: AdamW(model.parameters(), fused=True))
-    measure("AdamW, foreach", lambda model: AdamW(model.parameters(), foreach=True))
     for recipe in ("vit_lite_fast", "vit-b16"):
         measure("Muon", partial(ours, name="muon"), recipe)
-        with mock.patch("common.optim.muon.BATCH", 0):
-            measure("Muon, each matrix alone", partial(ours, name="muon"), recipe)
 
 
 def photographs() -> Path:
@@ -348,6 +344,7 @@ PIECES = {
     "memory": Piece(120, "memory"),
     "two-processes": Piece(150, "two_processes"),
     "commands": Piece(120, "dry_run"),
+    "tools": Piece(170, "tools"),
     "speed-b16": Piece(150, partial(speed, "b16")),
     "speed-s16": Piece(130, partial(speed, "s16")),
     "speed-lite": Piece(85, partial(speed, "lite")),  # in neither call: the one for a CPU

@@ -344,7 +344,7 @@ PIECES = {
     "memory": Piece(120, "memory"),
     "two-processes": Piece(150, "two_processes"),
     "commands": Piece(120, "dry_run"),
-    "tools": Piece(170, "tools"),
+    "tools": Piece(200, "tools"),
     "speed-b16": Piece(150, partial(speed, "b16")),
     "speed-s16": Piece(130, partial(speed, "s16")),
     "speed-lite": Piece(85, partial(speed, "lite")),  # in neither call: the one for a CPU

@@ -58,6 +58,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
                 )
             ),
         ),
+        (dict(IMAGE_SIZES=[(300, 32)]), 8, dict(resolutions=(Resolution(300, 32, 4096, 1),))),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
         (
             dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04),
@@ -104,7 +105,7 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
             (
                 dict(MICRO_BATCH_SIZE=256, IMAGE_SIZES=[(9, 128, micro_batch)]),
                 8,
-                f"of {micro_batch} images at 128 pixels: choose a divisor of 4096, .* from 256 on",
+                f"of {micro_batch} images at 128 pixels: choose one of .256, 512, 1024,",
             )
             for micro_batch in (128, 1000)
         ),

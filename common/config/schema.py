@@ -512,10 +512,11 @@ class Config(Section):
                 f"leave nothing of NUM_EPOCHS={self.NUM_EPOCHS} between them: add --set "
                 f"WARMUP_EPOCHS={self.NUM_EPOCHS / 10:g} --set COOLDOWN_EPOCHS=0"
             )
-        if sum(epochs for epochs, *_ in self.IMAGE_SIZES) > self.NUM_EPOCHS:
+        epochs = sum(epochs for epochs, *_ in self.IMAGE_SIZES)
+        if epochs > self.NUM_EPOCHS:
             raise ValueError(
-                f"IMAGE_SIZES has more epochs than NUM_EPOCHS={self.NUM_EPOCHS}: raise that, "
-                "shorten it, or add --set IMAGE_SIZES=[]"
+                f"IMAGE_SIZES has {epochs} epochs, more than NUM_EPOCHS={self.NUM_EPOCHS}: raise "
+                "that, or give it fewer, as with --set IMAGE_SIZES=[]"
             )
         rule = self.CLASS_WEIGHTS
         if isinstance(rule, str) and self.DATA.sampling:

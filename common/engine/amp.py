@@ -46,6 +46,10 @@ class MixedPrecision:
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither."""
+        if self.dtype == torch.bfloat16 and not torch.cuda.is_available():
+            for layer in model.modules():
+                if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
+                    layer.register_forward_pre_hook(_pad_small_images)
         if self.cast is Cast.PARAMETERS:
             # In place: the optimizer, built before, keeps its parameters.
             model.to(self.dtype)
@@ -144,6 +148,17 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     # GPUs before Ampere emulate bfloat16; a planner without a GPU plans for a recent one
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return torch.float16 if is_old else torch.bfloat16
+
+
+def _pad_small_images(layer: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+    """Have PyTorch pad images that are smaller than the kernel of a convolution on a CPU.
+
+    Where oneDNN pads them itself in bfloat16, weights that meet nothing but padding get what was in
+    memory before as their gradient, instead of 0 (torch 2.11 to 2.15).
+    """
+    is_small = min(inputs[0].shape[-2:]) < max(layer.kernel_size)
+    # "constant" is zeros too, but padded before the convolution.
+    layer.padding_mode = "constant" if is_small else "zeros"
 
 
 def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:

@@ -55,6 +55,17 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
     assert compute_dtype(dict(mode=AMP_TYPE.TORCH), "cuda") == dtype
 
 
+def test_weights_that_meet_padding_alone_have_no_gradient():
+    """oneDNN's gradient of the other 8 weights of a kernel is what was in memory before."""
+    precision = build_mixed_precision(MODES["TORCH bfloat16"], "cpu")
+    layer = precision.apply(nn.Conv2d(24, 24, kernel_size=3, stride=2, padding=1))
+    for _ in range(2):  # the memory of a process is zeros at first
+        layer.zero_grad()
+        with precision.autocast(torch.device("cpu")):
+            layer(torch.ones(8, 24, 1, 1)).sum().backward()
+    assert layer.weight.grad.count_nonzero() == 24 * 24
+
+
 @pytest.mark.parametrize(
     ("fp16", "dtype", "in_half"),
     [

@@ -77,9 +77,8 @@ class Engine(UpstreamEngine):
         optimizer.clip_gradients()
         if self.noise_scale:
             # The noise scale needs the norm before clipping, which `grad_norm` is.
-            schedule: Any = self.schedule
-            norm = optimizer.grad_norm
-            self.noise_scale.add_step(norm, optimizer.scaler, schedule.batch_size)
+            images = self.schedule.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+            self.noise_scale.add_step(optimizer.grad_norm, optimizer.scaler, images)
         # If the norm is not finite, all ranks skip the update, without the host knowing.
         optimizer.update()
         yield result

@@ -15,7 +15,7 @@ from common.engine.amp import compute_dtype, name_dtype
 from common.errors import UserError
 from common.hardware import is_fast
 from common.model.build import build_on_meta
-from common.text import first_line
+from common.text import first_line, nearest_multiples
 
 # Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets,
 # SXM by default.
@@ -61,10 +61,17 @@ def flops_per_image(
         with FlopCount() as count, torch.no_grad():
             built(torch.empty(1, 3, size, size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
-        fault = f"the model takes no such images ({first_line(error)})"
         if not model["timm"]:
-            fault = f"not a multiple of MODEL.patch_size={model['patch_size']}"
-        raise UserError(f"{size} pixels (MODEL.image_size, IMAGE_SIZES): {fault}") from error
+            # The schema has checked MODEL.image_size.
+            raise UserError(
+                f"IMAGE_SIZES: {size} pixels are no multiple of MODEL.patch_size="
+                f"{model['patch_size']}: set {nearest_multiples(size, model['patch_size'])}"
+            ) from error
+        key = "MODEL.image_size" if size == model["image_size"] else "IMAGE_SIZES"
+        raise UserError(
+            f"{key}: the model takes no images of {size} pixels ({first_line(error)}); most of "
+            "timm's ViTs take several sizes with --set MODEL.dynamic_img_size=True"
+        ) from error
     if not frozen:
         return 3 * count.total
     # Two FLOPs for each weight: the gradient of the head, whose input needs none.

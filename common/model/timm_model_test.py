@@ -106,10 +106,11 @@ def test_refusals(settings, message):
         ),
         (
             ["MODEL.timm=vit_tiny_patch16_224", "IMAGE_SIZES=[(1, 64)]"],
-            "^64 pixels .MODEL.image_size, IMAGE_SIZES.: the model takes no .*Input height",
+            "^IMAGE_SIZES: the model takes no images of 64 pixels .Input height.*dynamic_img_size",
         ),
+        (["IMAGE_SIZES=[(1, 20)]"], "^IMAGE_SIZES: 20 .* MODEL.patch_size=16: set 16 or 32$"),
     ],
 )
-def test_what_a_model_of_timms_does_not_support_is_refused(settings, words, data, tmp_path):
+def test_what_a_model_does_not_support_is_refused(settings, words, data, tmp_path):
     with pytest.raises(UserError, match=words):
         train(data, tmp_path, "MODEL=dict()", *settings, flags=["--dry-run", "--gpus", "2"])

@@ -413,10 +413,9 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     # A step that is quick even here needs no warning.
     if seconds < 1:
         return why and f"warning: training on the CPU{why}"
-    duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
     return (
         f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least "
-        f"{duration}"
+        f"{seconds:,.0f} s"
     )
 
 

@@ -150,7 +150,7 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     return torch.float16 if is_old else torch.bfloat16
 
 
-def _pad_small_images(layer: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+def _pad_small_images(layer: nn.Conv2d, inputs: Any) -> None:
     """Have PyTorch pad images that are smaller than the kernel of a convolution on a CPU.
 
     Where oneDNN pads them itself in bfloat16, weights that meet nothing but padding get what was in

@@ -94,6 +94,7 @@ CHARTS = {
     "auroc": Chart("Area under the ROC curve, %", 100),
     "lr": Chart("Learning rate"),
     "grad_norm": Chart("Gradient norm before clipping"),
+    "image_size": Chart("Side of the training images, pixels"),
     "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
     "skipped": Chart("Updates skipped so far"),
     "samples_per_s": Chart("Images per second, all GPUs"),

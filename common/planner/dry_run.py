@@ -58,7 +58,9 @@ def print_dry_run(
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
         if not torch.cuda.is_available():
-            rows["time here"] = f"at least {_least_time(config, phases, images)}, on this CPU"
+            rows["time here"] = (
+                f"at least {_least_time(config, phases, images)}, on this CPU as busy as it is now"
+            )
     rows |= notes
     for name, value in rows.items():
         if value:

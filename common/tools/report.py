@@ -38,7 +38,8 @@ from common.plot import build_figure
 from common.text import counted
 
 ABSENT = "-"
-NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
+# Of config.json; shown elsewhere.
+NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started", "starts"}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@
     DATA=/path/to/cifar10 torchrun --nproc_per_node 2 train.py --config vit_lite_fast
 
 Stem: Xiao et al., arXiv 2106.14881; sequence pooling: Compact Transformers, arXiv 2104.05704.
-Result: top-1 91.0 % (3 seeds, images as JPEG), in 77 minutes on two cores. 60 epochs at full size
-reach 91.0 and 90.9 % in three hours on two cores (docs/recipes.md).
+Result: top-1 90.9, 90.9 and 91.2 % (images as JPEG), the last in 77 minutes on two quiet cores. 34
+epochs at full size, which take as long, reach 90.0, 89.7 and 89.4 % (docs/recipes.md).
 """
 
 from colossalai.amp import AMP_TYPE

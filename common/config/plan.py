@@ -134,17 +134,15 @@ def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[R
         # Like MICRO_BATCH_SIZE, no larger than what a process has of the global batch.
         own = min(*stated, samples) if stated else micro
         if samples % own or own < micro:
-            choices = [size for size in range(micro, samples + 1) if samples % size == 0]
+            choices = [count for count in range(micro, samples + 1) if samples % count == 0]
             raise UserError(
                 f"IMAGE_SIZES: micro-batches of {own} images at {size} pixels: choose one of "
                 f"{choices}, as a process has {samples} images in a step, and {micro} in a "
                 "micro-batch at full size"
             )
         resolutions.append(Resolution(end, size, own, samples // own))
-    if end < config["NUM_EPOCHS"]:
-        size = config["MODEL"]["image_size"]
-        resolutions.append(Resolution(config["NUM_EPOCHS"], size, micro, samples // micro))
-    return tuple(resolutions)
+    size = config["MODEL"]["image_size"]
+    return *resolutions, Resolution(config["NUM_EPOCHS"], size, micro, samples // micro)
 
 
 def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:

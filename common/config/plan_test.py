@@ -58,7 +58,6 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
                 )
             ),
         ),
-        (dict(IMAGE_SIZES=[(300, 32)]), 8, dict(resolutions=(Resolution(300, 32, 4096, 1),))),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
         (
             dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04),

@@ -45,7 +45,10 @@ class MixedPrecision:
     warning: str | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither."""
+        """Cast parameters or layers of ``model`` in place; return it. Autocast needs neither.
+
+        In bfloat16 on a CPU, convolutions get a hook for small images.
+        """
         if self.dtype == torch.bfloat16 and not torch.cuda.is_available():
             for layer in model.modules():
                 if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
@@ -154,7 +157,7 @@ def _pad_small_images(layer: nn.Conv2d, inputs: Any) -> None:
     """Have PyTorch pad images that are smaller than the kernel of a convolution on a CPU.
 
     Where oneDNN pads them itself in bfloat16, weights that meet nothing but padding get what was in
-    memory before as their gradient, instead of 0 (torch 2.11 to 2.15).
+    memory before as their gradient, instead of 0 (torch 2.11 and 2.15).
     """
     is_small = min(inputs[0].shape[-2:]) < max(layer.kernel_size)
     # "constant" is zeros too, but padded before the convolution.

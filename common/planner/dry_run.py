@@ -20,6 +20,7 @@ from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_flops
 from common.planner.cluster import DECODE, LATENCY, Cluster
 from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
+from common.resolutions import resolution_at
 from common.text import counted, format_table, print_wrapped
 
 INDENT = 23  # columns of a title; values begin after them
@@ -175,7 +176,12 @@ def describe_options(
         transform = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
         rows["MODEL.timm"] = f"{name}, image_size={config['MODEL']['image_size']}, {transform}"
     if config["IMAGE_SIZES"]:
-        sizes = [f"{each.image_size} pixels to epoch {each.end}" for each in plan.resolutions]
+        sizes = [
+            f"{each.image_size} pixels to epoch {each.end}"
+            for each in plan.resolutions
+            # There may be no epochs left for the full size.
+            if each is resolution_at(plan.resolutions, each.end - 1)
+        ]
         # A range test or a profile has one size.
         if len(sizes) == 1:
             sizes = [f"{plan.resolutions[0].image_size} pixels in all steps"]

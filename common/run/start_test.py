@@ -93,7 +93,7 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
     # 17.6 x 10^9 multiply-adds forward, as timm's table has them, 2 FLOPs each, times 3
-    words = "training on the CPU; a step of 65,536 images takes at least 3,"
+    words = "training on the CPU; a step of 65,536 images takes at least 3,453 s"
     assert words in explain_cpu(load_config("vit-b16"), 65_536, 2)
     assert not explain_cpu(load_config("quickstart"), 128, 1)
 
@@ -115,7 +115,7 @@ def test_a_cudnn_that_computes_attention_wrongly_is_said(loaded, words, monkeypa
 
 
 def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
-    huge = tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20"
+    huge = tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20", "IMAGE_SIZES=[(2, 8)]"
     refused = run_forked(lambda flags: train(data, *huge, flags=flags), code=2)
     assert (refused.stderr.count("\n"), "GB here" in refused.stderr) == (1, True)
     shown = run_forked(lambda flags: train(data, *huge, flags=flags), ["--dry-run"]).words
@@ -125,6 +125,7 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     )
     assert " does not fit in the usable 72 GB (90%) of a GPU with 80 GB: lower" in shown
     assert " 2 epochs of 70 images: " in shown
+    assert " IMAGE_SIZES 8 pixels in all steps; evaluation at full size " in shown
     assert not (tmp_path / "run").exists()
 
 

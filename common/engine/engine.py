@@ -37,6 +37,7 @@ class Engine(UpstreamEngine):
     """
 
     optimizer: StepOptimizer
+    schedule: Any  # upstream's: moves a batch to the device, calls model and criterion
 
     def __init__(
         self,
@@ -63,10 +64,12 @@ class Engine(UpstreamEngine):
         optimizer = self.optimizer
         optimizer.zero_grad()
         for number in range(optimizer.accumulation):
-            # Upstream's schedule calls the model (`__call__`), the criterion and `backward`.
-            # Gradients add up; data-parallel ranks average them in the backward pass of the last
-            # micro-batch.
-            result = self.execute_schedule(batches, return_output_label=returns_output)
+            inputs, label = self._load_batch(batches)
+            output = self.schedule._call_engine(self, inputs)
+            loss = self.schedule._call_engine_criterion(self, output, label)
+            # Gradients add up. Data-parallel ranks average them in the last backward pass.
+            self.backward(loss)
+            result = (output, label, loss) if returns_output else (None, None, loss)
             if number < optimizer.accumulation - 1:
                 yield result
         # Tensor-parallel ranks have parts of some gradients, ZeRO's ranks have shards.
@@ -77,11 +80,18 @@ class Engine(UpstreamEngine):
         optimizer.clip_gradients()
         if self.noise_scale:
             # The noise scale needs the norm before clipping, which `grad_norm` is.
-            images = self.schedule.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+            images = self.schedule.batch_size
             self.noise_scale.add_step(optimizer.grad_norm, optimizer.scaler, images)
         # If the norm is not finite, all ranks skip the update, without the host knowing.
         optimizer.update()
         yield result
+
+    def _load_batch(self, batches: Iterator[Any]) -> Any:
+        """Return (inputs, label) of the next micro-batch, on the device."""
+        # Upstream's schedule notes the number of samples, which hooks read.
+        batch = self.schedule.load_batch(batches)
+        process = self.schedule.data_process_func
+        return process(batch) if process else batch
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` over the number of micro-batches in a step."""
@@ -98,17 +108,22 @@ class Engine(UpstreamEngine):
             self.on_phase("forward")
         # Gradients cross ranks in the backward pass of the last micro-batch only.
         is_last = self.optimizer.accumulated + 1 == self.optimizer.accumulation
-        skips_sync = isinstance(model, DistributedDataParallel) and not is_last
-        if skips_sync and model.static_graph:
-            # DDP records a static graph in its first pass, which must not skip the all-reduce. No
-            # public attribute says whether that pass is over.
-            skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, is_last)
-        with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):
+        sync = model.no_sync() if _skips_sync(model, is_last) else nullcontext()
+        with sync, self.precision.autocast(self.device):
             output = model(*inputs, **named_inputs)
         # The loss is computed in float32, whatever the precision of the model.
         return tree_map_only(Tensor, _in_float32, output)
+
+
+def _skips_sync(model: nn.Module, is_last: bool) -> bool:
+    """Return whether DDP leaves the gradients of this micro-batch on each rank."""
+    if is_last or not isinstance(model, DistributedDataParallel):
+        return False
+    # DDP records a static graph in its first pass, which must not skip the all-reduce. No public
+    # attribute says whether that pass is over.
+    return not model.static_graph or model._static_graph_delay_allreduce_enqueued
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
@@ -190,14 +205,14 @@ def initialize(
         compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
     is_wanted = config.get("LOG", {}).get("noise_scale", False)
     noise_scale = build_noise_scale(model, step_optimizer.accumulation, is_wanted)
-    schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
+    lr_schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _wrap_in_ddp(model, config),
         step_optimizer,
         criterion,
         clip_grad_norm=step_optimizer.max_norm,
         precision=precision,
-        lr_scheduler=schedule,
+        lr_scheduler=lr_schedule,
         noise_scale=noise_scale,
     )
     # The weights, equal on all ranks, are drawn by now. Dropout has to differ between ranks.
@@ -206,7 +221,7 @@ def initialize(
         train_dataloader = WholeSteps(train_dataloader, step_optimizer.accumulation)
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
-    return engine, train_dataloader, test_dataloader, schedule
+    return engine, train_dataloader, test_dataloader, lr_schedule
 
 
 def _build_step_optimizer(

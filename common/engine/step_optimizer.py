@@ -59,17 +59,17 @@ class SkipCounter:
 class OncePerStep:
     """A schedule whose `step` acts once per optimizer step, if called for every micro-batch."""
 
-    def __init__(self, schedule: LRScheduler, optimizer: "StepOptimizer"):
-        self.schedule = schedule
+    def __init__(self, lr_schedule: LRScheduler, optimizer: "StepOptimizer"):
+        self.lr_schedule = lr_schedule
         self.optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.schedule, name)
+        return getattr(self.lr_schedule, name)
 
     def step(self, *args: Any) -> None:
         # `update` sets `accumulated` back to 0. After the other micro-batches it is above 0.
         if self.optimizer.accumulated == 0:
-            self.schedule.step(*args)
+            self.lr_schedule.step(*args)
 
 
 class StepOptimizer(OptimizerWrapper):

@@ -70,7 +70,7 @@ class Trainer(UpstreamTrainer):
         self.learning_rate = self.data_wait = 0.0
         # No bar for an `evaluate` before `fit`.
         self._is_silent = True
-        self._schedules: dict[LRScheduler, bool] = {}  # values: whether it is stepped by epoch
+        self._lr_schedules: dict[LRScheduler, bool] = {}  # values: whether it is stepped by epoch
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the training between two optimizer steps."""
@@ -92,15 +92,15 @@ class Trainer(UpstreamTrainer):
         # Epochs before a data set grew had fewer steps. As many epochs more make up for it: the
         # training ends after as many steps as the schedule has.
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
-        for schedule, by_epoch in self._schedules.items():
+        for lr_schedule, by_epoch in self._lr_schedules.items():
             done = self._cur_epoch if by_epoch else self.step
             # torch would warn of a schedule that is stepped before its optimizer.
-            schedule.optimizer._opt_called = True
-            if isinstance(schedule, LambdaLR):
+            lr_schedule.optimizer._opt_called = True
+            if isinstance(lr_schedule, LambdaLR):
                 # Its rates depend on the step alone: one call suffices.
-                schedule.last_epoch = done - 1
-            for _ in range(done - schedule.last_epoch):
-                schedule.step()
+                lr_schedule.last_epoch = done - 1
+            for _ in range(done - lr_schedule.last_epoch):
+                lr_schedule.step()
 
     @naming_lost_ranks()
     def fit(
@@ -140,7 +140,7 @@ class Trainer(UpstreamTrainer):
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
-        self._collect_schedules()
+        self._collect_lr_schedules()
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
@@ -158,16 +158,16 @@ class Trainer(UpstreamTrainer):
         """End the training at this step, as if it were the last; for hooks."""
         self._max_steps = self.step
 
-    def _collect_schedules(self) -> None:
+    def _collect_lr_schedules(self) -> None:
         """List the schedules to resume; let those of hooks act once per optimizer step."""
-        engine_schedule = getattr(self.engine.lr_scheduler, "schedule", None)
-        self._schedules = {engine_schedule: False} if engine_schedule else {}
+        own = getattr(self.engine.lr_scheduler, "lr_schedule", None)
+        self._lr_schedules = {own: False} if own else {}
         self._stepped_by_hook = False
         for hook in self.hooks:
             if isinstance(hook, LRSchedulerHook):
-                schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
-                hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
-                self._schedules[schedule] = hook.by_epoch
+                lr_schedule = getattr(hook.lr_scheduler, "lr_schedule", hook.lr_scheduler)
+                hook.lr_scheduler = OncePerStep(lr_schedule, self.engine.optimizer)
+                self._lr_schedules[lr_schedule] = hook.by_epoch
                 self._stepped_by_hook = True
 
     def _run(self, test_interval: int) -> None:
@@ -291,7 +291,7 @@ class Trainer(UpstreamTrainer):
 
     def _test_step(self, batch: Any, returns_loss: bool, unpadded: int) -> int:
         """Evaluate a batch, of which ``unpadded`` samples at most count; return those left."""
-        schedule: Any = self.engine.schedule
+        schedule = self.engine.schedule
         self._call_timer("start", "Test-step")
         result = self.engine.execute_schedule(
             iter([batch]), forward_only=True, return_loss=returns_loss

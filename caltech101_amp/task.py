@@ -12,7 +12,8 @@ from common.data.image_folder import list_classes, list_folders, split_by_class
 from common.data.image_split import FolderSplit
 from common.data.loader import Loader
 from common.errors import UserError
-from common.files import fingerprint_of, folder_lock
+from common.files import fingerprint_of
+from common.locks import folder_lock
 from common.task import Task, refuse_unused
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"

@@ -11,11 +11,12 @@ import pytest
 from pydantic import Field
 
 from common.errors import UserError
-from common.files import Count, Schema, lock_folder, read_json, read_text, sha256_of, unlock_folder
+from common.files import Count, Schema, read_json, read_text, sha256_of
+from common.locks import lock_folder, unlock_folder
 from common.testing.commands import run_python
 
 HOLD = (
-    "import sys; from pathlib import Path; from common.files import lock_folder; "
+    "import sys; from pathlib import Path; from common.locks import lock_folder; "
     "lock_folder(Path(sys.argv[1]))"
 )
 

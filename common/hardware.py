@@ -1,4 +1,4 @@
-"""What the machine computes with, and where a result is from.
+"""What the machine computes with: cores, memory, instructions.
 
 torch is imported where it is needed, not before: see `prepare_torch`.
 """
@@ -8,29 +8,16 @@ import os
 import platform
 import re
 import resource
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 # If other programs use more cores than this, threads wait without spinning (docs/performance.md).
 BUSY = 0.3
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "colossalai",
-    "nvidia-dali-cuda130",
-    "nvidia-dali-cuda120",
-    "timm",
-)
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc/self")
 _processes: list["CpuLimits"] = []  # one for each process of the run
@@ -180,44 +167,3 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
             if number == "0" or controller in controllers.split(","):
                 folder = CGROUPS / controllers / path.strip("/")
                 yield from (folder, *folder.parents)
-
-
-def describe_run(argv: list[str]) -> dict[str, Any]:
-    """Return start time, command line, commit, versions and hardware of this process."""
-    import torch
-
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "started": round(time.time(), 2),
-        "argv": [sys.argv[0], *argv],
-        "commit": _commit(),
-        "versions": {"python": platform.python_version()} | package_versions(),
-        "hardware": {
-            "host": platform.node(),
-            "cpu": cpu[1] if cpu else platform.machine(),  # ARM's cpuinfo names no model
-            "instruction_set": instruction_set(),
-            "cpus": cores(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
-def _commit() -> str | None:
-    """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
-    # --exclude: the hash alone, not the number of commits since a tag.
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with suppress(FileNotFoundError):  # git may not be installed
-        answer = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
-        return answer.stdout.strip() or None
-    return None
-
-
-def package_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that compute, None for what is not installed."""
-    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions

@@ -11,6 +11,7 @@ import torch
 from common import hardware
 from common.files import ROOT
 from common.hardware import CpuLimits, cpu_limits, memory_bytes, share_of_cores
+from common.provenance import describe_run
 from common.testing.commands import run_python
 
 
@@ -95,7 +96,7 @@ def test_ranks_divide_what_they_have_in_common(processes, expected):
 
 def test_a_result_names_its_commit_and_memory_is_in_bytes(monkeypatch, tmp_path):
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-    assert head.startswith(hardware.describe_run([])["commit"][:12])
+    assert head.startswith(describe_run([])["commit"][:12])
     resident = psutil.Process().memory_info().rss
     assert resident <= hardware.peak_memory() < psutil.virtual_memory().total
 

@@ -14,13 +14,23 @@ FILES = sorted(
 )
 # Each room of common/ and those that its modules may import, beside their own and the files of
 # common/ itself. The door for users' scripts is "colossal".
-BASE = {"class_weights", "errors", "files", "hardware", "launchers", "plot", "resolutions", "text"}
+BASE = {
+    "errors",
+    "files",
+    "hardware",
+    "launchers",
+    "locks",
+    "provenance",
+    "resolutions",
+    "text",
+}
 ROOMS = {
     "engine": "",
     "optim": "engine",
     "config": "optim engine",
     "launch": "engine",
     "data": "",
+    "shards": "data",
     "model": "config engine",
     "training": "model optim engine",
     "metrics": "config engine",

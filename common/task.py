@@ -65,7 +65,7 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     ``download`` names what DATA.download fetches in this task.
     """
     root = named_root(config)
-    maker = "python -m imagenet_dali.prepare makes one"
+    maker = "python scripts/prepare.py makes one"
     if download:
         maker = f"--set DATA.download=True fetches {download}"
     if not root:

@@ -10,8 +10,8 @@ from common.data.workers import RecordReader
 from common.errors import UserError
 from common.run.prepare import Prepared
 from common.run.start import choose_order
-from imagenet_dali import dataset
-from imagenet_dali.dataset import TFRecordSplit, open_split
+from common.shards import dataset
+from common.shards.dataset import TFRecordSplit, open_split
 from imagenet_dali.task import describe_data
 from imagenet_dali.testing import train
 

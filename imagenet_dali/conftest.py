@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_dali.prepare import prepare
+from common.shards.prepare import prepare
 from imagenet_dali.testing import prepare_data, write_images
 
 

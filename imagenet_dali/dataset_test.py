@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from imagenet_dali.dataset import open_split
+from common.shards.dataset import open_split
 
 FIRST = "train/train-00000-of-00003"
 

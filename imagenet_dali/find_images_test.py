@@ -17,9 +17,9 @@ from scipy.io import savemat
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common.errors import UserError
+from common.shards import prepare
+from common.shards.find_images import list_source
 from common.testing.commands import read_folder
-from imagenet_dali import prepare
-from imagenet_dali.find_images import list_source
 from imagenet_dali.testing import jpeg, write_images
 
 CLASSES = ["n01", "n02", "n03"]
@@ -90,7 +90,7 @@ def devkit_of(labels: list[int]) -> bytes:
 
 
 def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # a shard has 10
+    monkeypatch.setattr("common.shards.writer.ROWS_IN_MEMORY", 4)  # a shard has 10
     labels = [2, 0, 1, 1, 0, 0]
     kit = {KIT: devkit_of(labels)}
     folder = write_images(tmp_path / "folder/train", 10, CLASSES).parent

@@ -27,7 +27,7 @@ from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import RecordReader
 from common.errors import UserError
 from common.launchers import is_first_process
-from imagenet_dali.dataset import TFRecordSplit
+from common.shards.dataset import TFRecordSplit
 
 if TYPE_CHECKING:
     from common.data.auto_augment import Policy

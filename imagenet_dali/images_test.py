@@ -8,9 +8,9 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from common.data.decoding import decode_image
+from common.shards.tfrecord_format import BadSampleError
+from common.shards.writer import convert_image
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
-from imagenet_dali.tfrecord_format import BadSampleError
-from imagenet_dali.writer import convert_image
 
 
 def mean_difference(data: bytes, expected: Image.Image) -> float:

@@ -8,8 +8,8 @@ import pytest
 
 from common.config.schema import Data
 from common.errors import UserError
+from common.shards.prepare import main, prepare
 from common.testing.commands import read_folder
-from imagenet_dali.prepare import main, prepare
 from imagenet_dali.task import describe_data
 from imagenet_dali.testing import write_images
 

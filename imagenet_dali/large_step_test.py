@@ -13,9 +13,10 @@ from common.config.load import load_config
 from common.data.batch_augment import BatchAugment
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, timm_arguments
+from common.shards import prepare
 from common.testing.commands import in_words
 from common.testing.photographs import write_photographs
-from imagenet_dali import prepare, testing
+from imagenet_dali import testing
 from imagenet_dali.task import build_train_loader
 from imagenet_dali.testing import run
 

@@ -13,9 +13,9 @@ from PIL import Image
 
 from common.errors import UserError
 from common.files import ROOT
+from common.shards.dataset import open_split
+from common.shards.prepare import main, prepare
 from common.testing.commands import has_ended, read_folder, wait_until
-from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import main, prepare
 from imagenet_dali.testing import jpeg, write_images
 
 
@@ -86,7 +86,7 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
 
     words = [str(source), str(dest), "--workers=1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("imagenet_dali.prepare.write_shard", write_from_two_processes)
+        patch.setattr("common.shards.prepare.write_shard", write_from_two_processes)
         with pytest.raises(UserError, match=f"{dest}: No space left on device; fix that and rerun"):
             main(words)
     with pytest.raises(UserError, match="made with other short_side"):

@@ -16,11 +16,11 @@ from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of
 from common.launchers import is_first_process
+from common.shards.dataset import MANIFEST, PARTIAL, open_split
+from common.shards.find_images import list_source
+from common.shards.label_table import LabelTable
 from common.task import Task, refuse_unused
 from common.text import print_wrapped
-from imagenet_dali.dataset import MANIFEST, PARTIAL, open_split
-from imagenet_dali.find_images import list_source
-from imagenet_dali.label_table import LabelTable
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -84,7 +84,7 @@ def _check_blocks(data: Mapping[str, Any], summary: DataSummary) -> None:
     if summary.shard_bytes:
         fault = "has shards sorted by class, so batches would be too"
     raise UserError(
-        f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m imagenet_dali.prepare` "
+        f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python scripts/prepare.py` "
         "makes shuffled ones, or use DATA.order='random'"
     )
 
@@ -151,8 +151,7 @@ def _open_folder(
     source = list_source(root, split=split, by_count=by_count, table=table)
     if source.positions:
         raise UserError(
-            f"DATA.root={root}: tars and parquet files are read by `python -m "
-            "imagenet_dali.prepare` only"
+            f"DATA.root={root}: tars and parquet files are read by `python scripts/prepare.py` only"
         )
     if is_first_process():
         print_wrapped(source.summary)

@@ -15,14 +15,14 @@ from common.data.loader import Loader
 from common.data.sampler import NO_LABEL
 from common.errors import UserError
 from common.resolutions import Resolution
+from common.shards.dataset import open_split
+from common.shards.prepare import prepare
+from common.shards.tfrecord_format import frame, unframe
 from imagenet_dali import imagenet_dali_dataloader
-from imagenet_dali.dataset import open_split
 from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
 from imagenet_dali.images_test import exif
-from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
 from imagenet_dali.testing import jpeg, spoil_record, write_images
-from imagenet_dali.tfrecord_format import frame, unframe
 
 STD = 0.25
 DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images/train/ape/0000.jpg").write_bytes(jpeg(exif=exif(3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "imagenet_dali.writer.is_turned", lambda _: False
+            "common.shards.writer.is_turned", lambda _: False
         )  # adopted shards have such records, which are shown as stored
         prepare(folder / "images", folder / "shards")
     return folder / "images"
@@ -133,7 +133,7 @@ def test_wrong_settings_are_refused(folder):
     cases = [
         (
             {"loader": "dali"},
-            "json: missing; run `python -m .* --adopt .* --set DATA.loader=torchvision$",
+            "json: missing; run `python scripts/prepare.py .* --adopt .* --set DATA.loader=torchvision$",
         ),
         (
             {"loader": "dali", "randaugment": "rand-m9"},
@@ -142,7 +142,7 @@ def test_wrong_settings_are_refused(folder):
         ({"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
         (
             {"order": "blocks"},
-            r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali",
+            r"DATA.order='blocks': .* has no shards; `python scripts/prepare.py",
         ),
     ]
     for options, message in cases:

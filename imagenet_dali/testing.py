@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common.shards.dataset import open_split
+from common.shards.prepare import prepare
 from common.testing.commands import in_words
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
-from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import prepare
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_")

@@ -15,10 +15,10 @@ from common.config.originals_test import FILES
 from common.hardware import instruction_set
 from common.metrics.metrics_file import read_metrics
 from common.run.prepare import choose_split
+from common.shards import prepare
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
-from imagenet_dali import prepare
 from imagenet_dali.task import TASK
 from imagenet_dali.testing import run, train, write_config
 

@@ -8,11 +8,11 @@ import pytest
 import tfrecord
 
 from common.errors import UserError
+from common.shards.dataset import open_split
+from common.shards.prepare import main
+from common.shards.tfrecord_format import frame
 from common.testing.commands import read_folder
-from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import main
 from imagenet_dali.testing import encode, gradient, jpeg, spoil_record, with_flipped_bit
-from imagenet_dali.tfrecord_format import frame
 
 
 def test_check_lists_all_that_is_wrong(data, capsys):

@@ -82,7 +82,7 @@ def help_of(program: str) -> str:
     with (
         redirect_stdout(StringIO()) as printed,
         suppress(SystemExit),
-        mock.patch("signal.signal"),  # imagenet_dali.prepare calls it
+        mock.patch("signal.signal"),  # scripts/prepare.py calls it
         mock.patch.object(sys, "argv", [file, "--help"]),
     ):
         runpy.run_path(file, run_name="__main__")

@@ -89,7 +89,7 @@ def write_row(**values: Any) -> None:
 
 @cache
 def _describe() -> dict[str, Any]:
-    from common.hardware import describe_run
+    from common.provenance import describe_run
 
     return describe_run(sys.argv[1:])
 
@@ -238,8 +238,8 @@ def lamb() -> None:
 def photographs() -> Path:
     """Return a folder of shards of 7,680 JPEGs of 500 x 400 pixels, and 512 of validation."""
     from common.hardware import cores
+    from common.shards.prepare import prepare
     from common.testing.photographs import write_photographs
-    from imagenet_dali.prepare import prepare
 
     shards = WORK / "shards"
     if not (shards / "manifest.json").exists():

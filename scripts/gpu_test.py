@@ -32,11 +32,11 @@ from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run
+from common.shards.prepare import prepare
 from common.testing.commands import in_words
 from common.testing.photographs import write_photographs
 from common.testing.ranks import launched
 from common.training import build_training
-from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, has_dali
 
 pytestmark = [

@@ -8,6 +8,6 @@ bash scripts/setup.sh
 python=.venv/bin/python
 [ -f data/digits/manifest.json ] || {
     "$python" scripts/write_digits.py data/digits_images
-    "$python" -m imagenet_dali.prepare data/digits_images data/digits
+    "$python" scripts/prepare.py data/digits_images data/digits
 }
 exec "$python" imagenet_dali/train_dali.py --config quickstart "$@"

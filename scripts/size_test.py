@@ -1,4 +1,4 @@
-"""The repository stays small: what is added pays by what it deletes (CONTRIBUTING.md)."""
+"""The product stays small (CONTRIBUTING.md). Tests may have any size."""
 
 import io
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"
+MOST = 135_000
 
 
 def count_tokens(source: str) -> int:
@@ -22,9 +23,18 @@ def count_tokens(source: str) -> int:
     return count
 
 
+def is_test(path: Path) -> bool:
+    name = path.name
+    return (
+        name.endswith("_test.py")
+        or name in ("conftest.py", "testing.py")
+        or "testing" in path.parts
+    )
+
+
 def test_size():
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    paths = [ROOT / line for line in listed.splitlines()]
-    assert sum(count_tokens(path.read_text()) for path in paths if path.is_file()) <= 215_000
+    product = [ROOT / line for line in listed.splitlines() if not is_test(Path(line))]
+    assert sum(count_tokens(path.read_text()) for path in product if path.is_file()) <= MOST

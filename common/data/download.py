@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import folder_lock
+from common.locks import folder_lock
 from common.text import first_line
 
 

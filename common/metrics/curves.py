@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.metrics.metrics_file import Metrics, read_metrics
-from common.plot import build_figure, place_legend, save_figure, wrap_text
+from common.metrics.plot import build_figure, place_legend, save_figure, wrap_text
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
 

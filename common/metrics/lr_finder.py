@@ -11,7 +11,7 @@ from common.engine.trainer import Trainer
 from common.engine.upstream import ParallelMode, all_reduce, gpc
 from common.files import short_path, write_csv
 from common.metrics.measurement import Measurement
-from common.plot import build_figure, place_legend, save_figure
+from common.metrics.plot import build_figure, place_legend, save_figure
 
 STEPS = 120  # 20 for each factor of ten between the rates
 LOWEST = 1e-5

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.class_weights import class_weights, describe_sizes
+from common.config.class_weights import class_weights, describe_sizes
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan

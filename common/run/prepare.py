@@ -14,7 +14,7 @@ import torch
 from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import load_pretrained, resolve_source
-from common.class_weights import class_weights
+from common.config.class_weights import class_weights
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key

@@ -17,14 +17,15 @@ from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
-from common.class_weights import class_weights
+from common.config.class_weights import class_weights
 from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank
 from common.engine.groups import shutdown
 from common.engine.upstream import BaseHook, ParallelMode, get_accelerator, gpc
 from common.errors import UserError
-from common.files import ROOT, own_file, short_path, unlock_folder
+from common.files import ROOT, own_file, short_path
 from common.launch.signals import exit_stopped, signal_name, stop_signals
+from common.locks import unlock_folder
 from common.metrics.hook import MetricsHook
 from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, read_metrics

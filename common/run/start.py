@@ -28,11 +28,11 @@ from common.engine.compiler import explain_compiler
 from common.engine.groups import shutdown
 from common.engine.lost_ranks import progress
 from common.errors import UserError, at_end, explain_errors
-from common.files import lock_folder, remove_unused, unlock_folder
-from common.hardware import describe_run, memory_bytes, package_versions
+from common.hardware import memory_bytes
 from common.launch.detect import MPI, Launch, detect_launch, init_distributed
 from common.launch.signals import stop_signals
 from common.launchers import LAUNCHERS
+from common.locks import lock_folder, remove_unused, unlock_folder
 from common.metrics.batch_finder import BatchFinder
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.measurement import Measurement
@@ -41,6 +41,7 @@ from common.model.flops import peak_images_per_s
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import Planner
+from common.provenance import describe_run, package_versions
 from common.run.prepare import (
     Prepared,
     check_init,

@@ -186,5 +186,5 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     assert find(None) == str(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert find(f"~/{tmp_path.name}") == str(tmp_path)
-    with pytest.raises(UserError, match="=/.*/absent is not a folder: .*imagenet_dali.prepare"):
+    with pytest.raises(UserError, match="=/.*/absent is not a folder: .*scripts/prepare.py"):
         find("absent")

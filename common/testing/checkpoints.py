@@ -21,10 +21,10 @@ from common.checkpoint.content import (
 from common.checkpoint.save import newest_checkpoint, write_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
-from common.hardware import describe_run
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
+from common.provenance import describe_run
 
 SETTINGS = [
     "MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, "

@@ -33,12 +33,12 @@ from common.engine.predictor import Predictor
 from common.engine.upstream import ParallelMode
 from common.errors import UserError
 from common.files import own_file, short_path, write_csv
-from common.hardware import describe_run
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.metrics.evaluation import Counts, auroc, average_classes
 from common.metrics.metrics_file import finite
+from common.metrics.plot import build_figure, save_figure
 from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
-from common.plot import build_figure, save_figure
+from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes

@@ -34,7 +34,7 @@ from common.files import own_file, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
-from common.plot import build_figure
+from common.metrics.plot import build_figure
 from common.text import counted
 
 ABSENT = "-"

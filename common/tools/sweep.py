@@ -44,7 +44,7 @@ from common.errors import UserError, at_least_1, command_parser
 from common.files import ROOT
 from common.launch.signals import exit_stopped, stop_signals
 from common.metrics.metrics_file import CHARTS
-from common.plot import build_figure, place_legend, save_figure
+from common.metrics.plot import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
 from common.text import did_you_mean, format_table, print_wrapped
 from common.tools.report import ABSENT, RecordedRun, find_runs, load_run

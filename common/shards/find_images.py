@@ -16,11 +16,11 @@ from common.data.image_folder import (
     split_by_class,
 )
 from common.errors import UserError
-from imagenet_dali.class_folders import list_class_folders
-from imagenet_dali.containers import find_containers, list_containers, split_of
-from imagenet_dali.imagenet_tars import TRAIN_TAR, list_imagenet_tars
-from imagenet_dali.label_table import LabelTable, list_table
-from imagenet_dali.source import ImageListing, check_split
+from common.shards.class_folders import list_class_folders
+from common.shards.containers import find_containers, list_containers, split_of
+from common.shards.imagenet_tars import TRAIN_TAR, list_imagenet_tars
+from common.shards.label_table import LabelTable, list_table
+from common.shards.source import ImageListing, check_split
 
 VALIDATION_SHARE = 0.2
 

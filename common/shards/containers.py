@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, BinaryIO
 from common.data.image_folder import SPLIT_NAME, SPLITS
 from common.errors import UserError
 from common.files import canonical_name
+from common.shards.dataset import LABELS, read_labels
+from common.shards.source import ImageListing, LabelledImage, RowPosition, TarPosition
 from common.text import first_line, printable
-from imagenet_dali.dataset import LABELS, read_labels
-from imagenet_dali.source import ImageListing, LabelledImage, RowPosition, TarPosition
 
 if TYPE_CHECKING:
     from pyarrow import DataType

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from common.data.image_folder import SPLITS
 from common.errors import UserError
 from common.files import sha256_of
-from common.text import counted, print_some
-from imagenet_dali.dataset import (
+from common.shards.dataset import (
     LABELS,
     MANIFEST,
     RECORD,
@@ -22,7 +21,7 @@ from imagenet_dali.dataset import (
     read_manifest,
     read_table,
 )
-from imagenet_dali.tfrecord_format import (
+from common.shards.tfrecord_format import (
     FOOTER_BYTES,
     HEADER_BYTES,
     BadSampleError,
@@ -30,7 +29,7 @@ from imagenet_dali.tfrecord_format import (
     masked_crc,
     unframe,
 )
-from imagenet_dali.writer import (
+from common.shards.writer import (
     FinishedShard,
     check_jpeg,
     parallel_map,
@@ -38,6 +37,7 @@ from imagenet_dali.writer import (
     write_dataset,
     write_file,
 )
+from common.text import counted, print_some
 
 REFUSED = "refused.txt"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from common.data.image_folder import list_files, list_folders, list_splits
 from common.errors import UserError
-from imagenet_dali.imagenet_tars import label_by_devkit
-from imagenet_dali.source import ImageListing
+from common.shards.imagenet_tars import label_by_devkit
+from common.shards.source import ImageListing
 
 TINY_LABELS = "val_annotations.txt"  # Tiny ImageNet's: file, synset and box in a line
 

@@ -13,8 +13,8 @@ from common.data.image_folder import SPLIT_NAME, SPLITS, list_files
 from common.errors import UserError
 from common.files import canonical_name, read_text
 from common.launchers import is_first_process
+from common.shards.source import ImageListing, check_split
 from common.text import print_some, print_wrapped
-from imagenet_dali.source import ImageListing, check_split
 
 ROLES = ("path", "label", "split")
 # of columns; where one has such a name, others that may be labels do not count

@@ -7,9 +7,9 @@ from typing import Any
 
 from common.data.image_folder import Files
 from common.errors import UserError
+from common.shards.containers import tar_members
+from common.shards.source import ImageListing, TarPosition
 from common.text import first_line
-from imagenet_dali.containers import tar_members
-from imagenet_dali.source import ImageListing, TarPosition
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VALIDATION_TAR = "ILSVRC2012_img_val.tar"

@@ -16,7 +16,7 @@ from common.data.image_folder import check_class_names
 from common.data.image_split import ImageSplit, Record
 from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
-from imagenet_dali.tfrecord_format import BadSampleError, unframe
+from common.shards.tfrecord_format import BadSampleError, unframe
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -211,8 +211,8 @@ def read_manifest(root: Path) -> Manifest:
                 f"{path}: missing, preparation was stopped; rerun the command to finish it"
             )
         raise UserError(
-            f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
-            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of "
+            f"{path}: missing; run `python scripts/prepare.py SOURCE DEST` and name DEST, or "
+            f"`python scripts/prepare.py --adopt {root}` if these are shards; folders of "
             "images are read as they are with --set DATA.loader=torchvision"
         )
     return read_json(path, Manifest)

@@ -32,11 +32,11 @@ from common.data.image_folder import Files
 from common.data.workers import follow_parent
 from common.errors import UserError
 from common.files import read_bytes
+from common.shards.containers import read_rows
+from common.shards.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, RECORD
+from common.shards.source import Position, RowPosition
+from common.shards.tfrecord_format import BadSampleError, build_example, frame
 from common.text import first_line, printable
-from imagenet_dali.containers import read_rows
-from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, RECORD
-from imagenet_dali.source import Position, RowPosition
-from imagenet_dali.tfrecord_format import BadSampleError, build_example, frame
 
 QUALITY = 95  # JPEG quality of images that are encoded again
 RESAMPLING = Image.Resampling.LANCZOS

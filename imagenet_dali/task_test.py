@@ -133,7 +133,7 @@ def test_wrong_settings_are_refused(folder):
     cases = [
         (
             {"loader": "dali"},
-            "json: missing; run `python scripts/prepare.py .* --adopt .* --set DATA.loader=torchvision$",
+            "json: missing; run .* SOURCE DEST` .* --adopt .* --set DATA.loader=torchvision$",
         ),
         (
             {"loader": "dali", "randaugment": "rand-m9"},

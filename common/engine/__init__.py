@@ -12,3 +12,4 @@ prepare_torch()
 
 # Imported first, since `colossalai` itself imports packages that are not installed.
 import common.engine.upstream
+import common.engine.upstream_layers

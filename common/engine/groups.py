@@ -37,10 +37,12 @@ class RepairedContext(ParallelContext):
     Attributes:
         watcher: names lost ranks; None without a timeout.
         shared: what must be the same on all ranks, by name.
+        logits: how the last classifier of upstream's splits its output, see `upstream_layers`.
     """
 
     watcher: Watcher | None = None
     shared: Mapping[str, str] = {}
+    logits: Any = None
 
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of a backend's collectives; None for PyTorch's default.
@@ -143,7 +145,7 @@ class RepairedContext(ParallelContext):
         ):
             table.clear()
         # A tool that runs after the training must not read its config.
-        self._config = self.watcher = None
+        self._config = self.watcher = self.logits = None
 
 
 # Upstream's modules have imported the object, so that it changes its class rather than its name.

@@ -1,6 +1,7 @@
 """Imports from Colossal-AI 0.5.0, without its log lines and heavy unused dependencies.
 
-The last functions are the repairs that need no subclass, applied on import. `hooks` has two more.
+The last functions are the repairs that need no subclass, applied on import. `hooks` and
+`upstream_layers` have more.
 """
 
 import io
@@ -112,14 +113,26 @@ with quiet_import():
     from colossalai.legacy.global_variables import tensor_parallel_env
     from colossalai.legacy.nn import loss as upstream_loss
     from colossalai.legacy.nn import metric as upstream_metric
-    from colossalai.legacy.nn.layer import parallel_1d, parallel_2d, parallel_2p5d, parallel_3d
+    from colossalai.legacy.context import random as upstream_random
+    from colossalai.legacy.nn.layer.base_layer import ParallelLayer
+    from colossalai.legacy.nn.layer.colossalai_layer._utils import (
+        _parallel_split_batch as split_batch_of_mode,
+    )
+    from colossalai.legacy.nn.layer.parallel_1d import layers as layers_1d
     from colossalai.legacy.nn.layer.parallel_1d._utils import (
         gather_forward_split_backward,
         reduce_grad,
         reduce_input,
+        split_forward_gather_backward,
     )
+    from colossalai.legacy.nn.layer.parallel_2d import _operation as operations_2d
+    from colossalai.legacy.nn.layer.parallel_2d import layers as layers_2d
     from colossalai.legacy.nn.layer.parallel_2d._operation import Matmul_AB_2D
+    from colossalai.legacy.nn.layer.parallel_2p5d import _operation as operations_2p5d
+    from colossalai.legacy.nn.layer.parallel_2p5d import layers as layers_2p5d
     from colossalai.legacy.nn.layer.parallel_2p5d._operation import Matmul_AB_2p5D
+    from colossalai.legacy.nn.layer.parallel_3d import _operation as operations_3d
+    from colossalai.legacy.nn.layer.parallel_3d import layers as layers_3d
     from colossalai.legacy.nn.layer.parallel_3d._operation import _Linear3D as Matmul3D
     from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
     from colossalai.legacy.nn.metric import Accuracy
@@ -136,6 +149,14 @@ with quiet_import():
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch
 
 
+def rebind(old: Any, new: Any) -> None:
+    """Let ``new`` take the place of ``old`` in all modules of Colossal-AI's that have imported it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("colossalai.legacy"):
+            for key in [key for key, value in vars(module).items() if value is old]:
+                setattr(module, key, new)
+
+
 def repair_old_paths() -> None:
     """Make `from colossalai.amp import AMP_TYPE` work, which configs have.
 
@@ -150,45 +171,6 @@ def repair_cpu_timers() -> None:
     accelerator/cpu_accelerator.py:57 raises.
     """
     CpuAccelerator.synchronize = lambda self, device=None: None
-
-
-def repair_accuracy() -> None:
-    """Make `Accuracy` count full logits in every mode.
-
-    legacy/nn/metric/__init__.py:22 splits the targets, but not the logits.
-    """
-    # The table of the modes that have an accuracy of their own.
-    upstream_metric._parallel_accuracy.clear()
-
-
-def repair_loss() -> None:
-    """Make `CrossEntropyLoss` torch's in every mode.
-
-    legacy/nn/loss/__init__.py:36 splits the targets, but not the logits.
-    """
-    # Upstream would choose a loss by the mode.
-    upstream_loss.get_tensor_parallel_mode = lambda: None
-
-
-def refuse_layers() -> None:
-    """Refuse Colossal-AI's tensor-parallel layers (legacy/nn/layer/parallel_*/layers.py).
-
-    On today's PyTorch they train wrongly, or not at all. Without a tensor-parallel mode, its layers
-    are PyTorch's.
-    """
-
-    def refuse(layer: Any, *_: Any, **__: Any) -> None:
-        raise UserError(
-            f"{type(layer).__name__} of colossalai.legacy.nn is not supported: build the model of "
-            "torch.nn's layers, as build_model of common.model.build does, and call "
-            "shard_model(model) of common.colossal"
-        )
-
-    for mode in (parallel_1d, parallel_2d, parallel_2p5d, parallel_3d):
-        for layer in vars(mode).values():
-            if isinstance(layer, type):
-                # Refused when one is built: upstream itself imports them.
-                layer.__init__ = refuse
 
 
 def repair_warmup() -> None:
@@ -214,6 +196,3 @@ def repair_warmup() -> None:
 repair_old_paths()
 repair_warmup()
 repair_cpu_timers()
-repair_accuracy()
-repair_loss()
-refuse_layers()

@@ -36,7 +36,7 @@ def allow_fake_launches() -> None:
         # Upstream gathers host names.
         (RepairedContext, "detect_num_processes_on_current_node", lambda context: None),
         # Reads a random state.
-        (layers, "_random_stream", lambda device, number: nullcontext()),
+        (layers, "random_stream", lambda device, number: nullcontext()),
         # The loss scaler reads it for overflows.
         (Tensor, "item", lambda tensor: 0.0),
         # FSDP cuts every parameter into as many tensors as there are ranks; rank 0 keeps the first

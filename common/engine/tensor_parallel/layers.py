@@ -164,10 +164,10 @@ class ShardedLayerNorm(nn.Module):
         self.group = group
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        return _LayerNormFunction.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
+        return LayerNormFunction.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
 
 
-class _LayerNormFunction(torch.autograd.Function):
+class LayerNormFunction(torch.autograd.Function):
     """Layer norm with one collective in each direction."""
 
     @staticmethod
@@ -221,12 +221,12 @@ class RankSeeded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self.layer(x)
-        with _random_stream(x.device, self.number):
+        with random_stream(x.device, self.number):
             return self.layer(x)
 
 
 @contextmanager
-def _random_stream(device: torch.device, number: int) -> Iterator[None]:
+def random_stream(device: torch.device, number: int) -> Iterator[None]:
     """Seed the device's default generator by its state and ``number``; restore it, and advance."""
     generator = (
         torch.cuda.default_generators[device.index]

@@ -106,9 +106,13 @@ def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a checkpoint by name: the running statistics of batch norms."""
-    parameters = dict(model.named_parameters())
-    # A state_dict leaves out the buffers that are not persistent.
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    # Not by `state_dict`, for which upstream's layers communicate.
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, layer in model.named_modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None and name not in layer._non_persistent_buffers_set
+    }
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:

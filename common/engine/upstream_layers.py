@@ -1,0 +1,518 @@
+"""Colossal-AI's own tensor-parallel layers (legacy/nn/layer/parallel_*/layers.py), repaired.
+
+They take and return this rank's shard of the activations: `layout` has the groups. A parameter's
+attribute ``shard`` tells gradient norms, LAMB and checkpoints of the full tensor. `shard_model`
+uses other layers, those of `tensor_parallel.layers`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.engine.tensor_parallel.layers import LayerNormFunction, random_stream
+from common.engine.tensor_parallel.layout import (
+    COL_2D,
+    COL_2P5D,
+    DEPTH_2P5D,
+    INPUT_3D,
+    LAYOUTS,
+    OUTPUT_X_WEIGHT_3D,
+    ROW_2D,
+    ROW_2P5D,
+    TENSOR,
+    WEIGHT_3D,
+    XZ_2P5D,
+    Shard,
+)
+from common.engine.tensor_parallel.sharding import gather_full, local_shard
+from common.engine.upstream import (
+    ParallelLayer,
+    ParallelMode,
+    gather_forward_split_backward,
+    get_accelerator,
+    gpc,
+    layers_1d,
+    layers_2d,
+    layers_2p5d,
+    layers_3d,
+    operations_2d,
+    operations_2p5d,
+    operations_3d,
+    rebind,
+    reduce_grad,
+    reduce_input,
+    split_batch_of_mode,
+    split_forward_gather_backward,
+    tensor_parallel_env,
+    upstream_loss,
+    upstream_metric,
+    upstream_random,
+)
+from common.errors import UserError
+
+MODULES = {"1D": layers_1d, "2D": layers_2d, "2p5D": layers_2p5d, "3D": layers_3d}
+# (name without the mode, mode) of each class.
+LAYERS = {
+    cls: (cls.__name__.replace(mode, ""), mode)
+    for mode, module in MODULES.items()
+    for cls in vars(module).values()
+    if isinstance(cls, type) and issubclass(cls, ParallelLayer) and cls is not ParallelLayer
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the layers of a mode split parameters and logits.
+
+    Attributes:
+        linear: (weight, bias) of a linear layer.
+        norm: weight and bias of a layer norm.
+        features: the groups that cut the channels of other weights, in order.
+        vocabulary: a vocabulary-parallel weight [classes, channels].
+        samples: the groups that split the samples of a classifier's output, the last cut first.
+        classes: the group that splits the classes of a vocabulary-parallel classifier's output.
+        over: the group of ranks with other samples and the same weights, but linear ones and norms.
+    """
+
+    linear: tuple[Shard, Shard]
+    norm: Shard
+    features: tuple[ParallelMode, ...]
+    vocabulary: Shard
+    samples: tuple[ParallelMode, ...]
+    classes: ParallelMode
+    over: ParallelMode | None = None
+
+    def cut(self, dim: int) -> Shard:
+        """Return how a tensor is sharded whose channels are its dimension ``dim``."""
+        return Shard(tuple((dim, group) for group in self.features), self.over, self.over)
+
+
+_SLICE = Shard(((0, TENSOR),))
+_VECTOR = Shard(((0, ROW_2D), (0, COL_2D)))
+_SQUARES, _VECTORS = LAYOUTS["2.5d"].first
+SPLITS = {
+    # Layer norms are PyTorch's.
+    "1D": Split((_SLICE, _SLICE), Shard(), (TENSOR,), _SLICE, (), TENSOR),
+    "2D": Split(
+        linear=(LAYOUTS["2d"].first[0], _VECTOR),
+        norm=_VECTOR,
+        features=(ROW_2D, COL_2D),
+        vocabulary=Shard(((0, COL_2D), (1, ROW_2D))),
+        samples=(COL_2D,),
+        classes=ROW_2D,
+    ),
+    "2p5D": Split(
+        linear=(_SQUARES, _VECTORS),
+        norm=_VECTORS,
+        features=(ROW_2P5D, COL_2P5D),
+        vocabulary=Shard(((0, COL_2P5D), (1, ROW_2P5D)), DEPTH_2P5D, DEPTH_2P5D),
+        samples=(XZ_2P5D,),
+        classes=ROW_2P5D,
+        over=DEPTH_2P5D,
+    ),
+}
+
+
+def _split_3d(layer: Any, name: str) -> Split:
+    """Return the split of a 3d layer. A linear layer swaps two groups for the layers after it."""
+    inputs = layer.input_parallel_mode
+    outputs = layer.output_parallel_mode
+    layout = LAYOUTS["3d"]
+    is_first = inputs is INPUT_3D
+    over = layout.samples if is_first else OUTPUT_X_WEIGHT_3D
+    return Split(
+        linear=layout.first if is_first else layout.second,
+        norm=Shard(((0, outputs),), over, over),
+        features=(outputs,),
+        vocabulary=Shard(((0, inputs), (0, WEIGHT_3D), (1, outputs))),
+        samples=(outputs if name == "VocabParallelClassifier" else inputs, WEIGHT_3D),
+        classes=inputs,
+        over=over,
+    )
+
+
+def _split_of(layer: nn.Module) -> tuple[str, Split]:
+    """Return the name of a layer without its mode, and its split."""
+    # A user's class may be derived from one of upstream's.
+    name, mode = next(LAYERS[cls] for cls in type(layer).__mro__ if cls in LAYERS)
+    return name, _split_3d(layer, name) if mode == "3D" else SPLITS[mode]
+
+
+def _shards_of(layer: nn.Module) -> dict[str, Shard]:
+    """Return how the parameters of a layer are sharded, but for their shapes, by their names."""
+    name, split = _split_of(layer)
+    weight, bias = split.linear
+    # Every rank adds the full bias to a sum over ranks.
+    row = {"weight": split.cut(1), "bias": Shard((), TENSOR, split.over)}
+    first = {"weight": split.cut(0), "bias": split.cut(0)}
+    return {
+        "Linear": {"weight": weight, "bias": bias},
+        "Linear_Col": {"weight": weight, "bias": bias},
+        "Linear_Row": row,
+        "LayerNorm": {"weight": split.norm, "bias": split.norm},
+        "PatchEmbedding": first | {"cls_token": split.cut(2), "pos_embed": split.cut(2)},
+        "Embedding": {"weight": split.cut(1)},
+        "VocabParallelEmbedding": {"weight": split.vocabulary},
+        "Classifier": row,
+        "VocabParallelClassifier": {"weight": split.vocabulary, "bias": bias},
+    }.get(name, {})
+
+
+def describe(layer: nn.Module) -> None:
+    """Give the parameters of a layer the attribute ``shard``, and hooks that sum their gradients.
+
+    In each backward pass a hook sums a gradient over the ranks with other samples. Upstream does so
+    within one square of a 2.5d model (parallel_2p5d/_operation.py:761), and fails on most ranks of
+    a 3d classifier (parallel_3d/_operation.py:135).
+
+    Raises:
+        UserError: for a weight that another layer splits differently.
+    """
+    for name, shard in _shards_of(layer).items():
+        parameter = layer._parameters.get(name)
+        if parameter is None:  # without a bias
+            continue
+        shape = list(parameter.shape[::-1] if shard.transposed else parameter.shape)
+        for dim, group in shard.cuts:
+            shape[dim] *= gpc.get_world_size(group)
+        # The hook sums: an optimizer step must not do so again.
+        described = replace(shard, shape=tuple(shape), summed_over=None)
+        if getattr(parameter, "shard", described) != described:
+            raise UserError(
+                f"{type(layer).__name__} splits the weight that it is given in another way than "
+                "the layer that has it: leave out weight="
+            )
+        if not hasattr(parameter, "shard") and shard.summed_over and parameter.requires_grad:
+            parameter.register_hook(partial(_sum_over, shard.summed_over))
+        parameter.shard = described
+
+
+def _sum_over(group: ParallelMode, grad: Tensor) -> Tensor:
+    total = grad.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=gpc.get_group(group))
+    return total
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Give parameters beside upstream's layers their ``shard``, if ``model`` has such layers.
+
+    Raises:
+        UserError: for a trained one in another mode than 1d.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, tuple(LAYERS))]
+    for layer in layers:
+        # A copy of a model has neither attributes nor hooks.
+        describe(layer)
+    unknown = [name for name, p in model.named_parameters() if not hasattr(p, "shard")]
+    for name in unknown if layers else ():
+        parameter = model.get_parameter(name)
+        if parameter.requires_grad and tensor_parallel_env.mode != "1d":
+            raise UserError(
+                f"{name} belongs to no layer of colossalai.legacy.nn: in mode "
+                f"{tensor_parallel_env.mode!r} its gradient would be that of one rank's samples; "
+                "build the model of these layers only"
+            )
+        # In 1d all ranks have the same samples and gradient.
+        parameter.shard = Shard(replicated_over=TENSOR, shape=tuple(parameter.shape))
+
+
+def repair_construction() -> None:
+    """Describe layers when they are built, with equal replicas; refuse options that are wrong.
+
+    Upstream draws each square of a 2.5d model (parallel_2p5d/layers.py:100), and each copy of a 3d
+    classifier (parallel_3d/layers.py:413), with another seed. A vocabulary-parallel embedding takes
+    ``padding_idx`` for a row of its shard (parallel_1d/layers.py:982), and ``max_norm`` and the
+    like act on shards.
+    """
+    for cls in LAYERS:
+        cls.__init__ = _described(cls.__init__)
+    ParallelLayer.register_parameter = _register_parameter
+
+
+def _described(build: Callable[..., None]) -> Callable[..., None]:
+    @wraps(build)
+    def build_layer(layer: Any, *args: Any, **options: Any) -> None:
+        # Upstream broadcasts parameters, which is no operation to differentiate.
+        with torch.no_grad():
+            build(layer, *args, **options)
+        name, _ = _split_of(layer)
+        wrong = [*getattr(layer, "embed_args", ()), *getattr(layer, "embed_kwargs", ())]
+        if name == "VocabParallelEmbedding" and layer.padding_idx is not None:
+            wrong.append("padding_idx")
+        if wrong:
+            raise UserError(f"{type(layer).__name__} does not support {wrong[0]}: leave it out")
+        describe(layer)
+        for parameter in layer.parameters():
+            group = parameter.shard.replicated_over
+            if group:
+                # The tensor itself: a broadcast of the parameter would drop the hooks.
+                source = gpc.get_ranks_in_group(group)[0]
+                dist.broadcast(parameter.data, source, group=gpc.get_group(group))
+        if name.endswith("Classifier"):
+            layer.register_forward_hook(_note_logits)
+
+    return build_layer
+
+
+def _register_parameter(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Register ``parameter``, and describe it if it replaces another one."""
+    replaces = name in layer._parameters
+    nn.Module.register_parameter(layer, name, parameter)
+    if replaces:
+        describe(layer)
+
+
+def repair_state_dict() -> None:
+    """Let ``state_dict`` have full tensors, on the first rank, and ``load_state_dict`` take them.
+
+    Upstream's 2.5d and 3d layers save wrong shapes or fail to load (parallel_2p5d/layers.py:320,
+    parallel_3d/layers.py:106). Every rank has to call both, and to load the full tensors.
+    """
+
+    def save(layer: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, parameter in layer._parameters.items():
+            full = None if parameter is None else gather_full(parameter)
+            if full is not None:
+                destination[prefix + name] = full
+
+    def load(layer: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+        shards = {
+            prefix + name: local_shard(parameter, state[prefix + name])
+            for name, parameter in layer._parameters.items()
+            if prefix + name in state
+        }
+        nn.Module._load_from_state_dict(layer, state | shards, prefix, *others)
+
+    ParallelLayer._save_to_state_dict = save
+    ParallelLayer._load_from_state_dict = load
+
+
+def repair_seeds() -> None:
+    """Draw what ``seed(mode)`` encloses from a stream of this rank's position in ``mode``.
+
+    Upstream (legacy/context/random/seed_manager.py:56) asks GPUs for their generators, and has
+    states of its own, which neither checkpoints nor recomputed activations restore.
+    """
+
+    @contextmanager
+    def seed(parallel_mode: ParallelMode) -> Iterator[None]:
+        device = get_accelerator().get_current_device()
+        with random_stream(device, gpc.get_local_rank(parallel_mode)):
+            yield
+
+    rebind(upstream_random.seed, seed)
+
+
+def repair_casts() -> None:
+    """Let 2d and 2.5d products follow autocast's dtype.
+
+    ``custom_fwd`` (parallel_2d/_operation.py:76 and on) casts to float16 on GPUs whatever the
+    dtype, and not at all on CPUs, where products then fail.
+    """
+    for module in (operations_2d, operations_2p5d):
+        for function in vars(module).values():
+            forward = getattr(function, "forward", None)
+            if hasattr(forward, "__wrapped__"):
+                function.forward = staticmethod(_cast(forward.__wrapped__))
+                function.backward = staticmethod(function.backward.__wrapped__)
+
+
+def _cast(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def cast_and_compute(ctx: Any, *args: Any) -> Tensor:
+        device = get_accelerator().get_current_device().type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            args = tuple(
+                arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+                for arg in args
+            )
+        with torch.autocast(device, enabled=False):
+            return forward(ctx, *args)
+
+    return cast_and_compute
+
+
+def repair_norms() -> None:
+    """Compute layer norms without a CUDA kernel, and variances without cancellation.
+
+    Upstream's need a compiled kernel or apex in 1d (parallel_1d/layers.py:152), and subtract
+    E[x]^2 from E[x^2] in the other modes (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350,
+    parallel_3d/_operation.py:325).
+    """
+
+    def build_1d(
+        layer: Any, normalized_shape: int, eps: float = 1e-5, bias: bool = True, dtype: Any = None
+    ) -> None:
+        device = get_accelerator().get_current_device()
+        norm = nn.LayerNorm(normalized_shape, eps, bias=bias, device=device, dtype=dtype)
+        # The base class's: `ColossalaiModule` passes calls on to its module.
+        super(layers_1d.LayerNorm1D, layer).__init__(norm)
+
+    def forward_2d(layer: Any, x: Tensor) -> Tensor:
+        # The backward pass sums over the column.
+        weight, bias = (
+            part if part is None else operations_2d._AllGatherTensor2D.apply(part, -1, COL_2D)
+            for part in (layer.weight, layer.bias)
+        )
+        return _normalize(x, weight, bias, layer.variance_epsilon, ROW_2D)
+
+    def forward_2p5d(layer: Any, x: Tensor) -> Tensor:
+        return _normalize(x, layer.weight, layer.bias, layer.variance_epsilon, ROW_2P5D)
+
+    def forward_3d(layer: Any, x: Tensor) -> Tensor:
+        group = layer.output_parallel_mode
+        return _normalize(x, layer.weight, layer.bias, layer.variance_epsilon, group)
+
+    layers_1d.LayerNorm1D.__init__ = build_1d
+    layers_2d.LayerNorm2D.forward = forward_2d
+    layers_2p5d.LayerNorm2p5D.forward = forward_2p5d
+    layers_3d.LayerNorm3D.forward = forward_3d
+
+
+def _normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ParallelMode
+) -> Tensor:
+    bias = torch.zeros_like(weight) if bias is None else bias
+    return LayerNormFunction.apply(x.float(), weight.float(), bias.float(), eps, group)
+
+
+def repair_1d() -> None:
+    """Let a column-parallel layer take inputs of any shape.
+
+    Upstream's backward pass (parallel_1d/_operation.py:76) knows three dimensions only.
+    """
+    layers_1d.linear_with_async_comm = lambda x, weight, bias, mode, _: F.linear(
+        reduce_grad(x, mode), weight, bias
+    )
+
+
+def repair_2p5d() -> None:
+    """Split samples over all squares, and let all ranks of a column have the bias.
+
+    In upstream all squares compute on the same samples (parallel_2p5d/_operation.py:1011), and one
+    rank of a column has the bias, others train a copy that nobody reads (:659).
+    """
+
+    def split_batch(x: Tensor, dim: int = 0) -> Tensor:
+        return split_forward_gather_backward(x, XZ_2P5D, dim)
+
+    def reduce_by_batch(x: Tensor, reduce_mean: bool = False) -> Tensor:
+        total = reduce_input(x.clone(), XZ_2P5D)
+        return total / gpc.get_world_size(XZ_2P5D) if reduce_mean else total
+
+    def add_bias(x: Tensor | None, bias: Tensor, *_: Any) -> Tensor:
+        return bias if x is None else x + bias.to(x.dtype)
+
+    embed = layers_2p5d.VocabParallelEmbedding2p5D.forward
+
+    def embed_of_square(layer: Any, tokens: Tensor) -> Tensor:
+        # `embed` splits the samples over the column of this square.
+        return embed(layer, split_forward_gather_backward(tokens, DEPTH_2P5D, 0))
+
+    rebind(operations_2p5d.split_batch_2p5d, split_batch)
+    rebind(operations_2p5d.reduce_by_batch_2p5d, reduce_by_batch)
+    split_batch_of_mode["2.5d"] = split_batch
+    layers_2p5d.add_bias_2p5d = add_bias
+    layers_2p5d.VocabParallelEmbedding2p5D.forward = embed_of_square
+
+
+def repair_3d() -> None:
+    """Leave the backward passes of 3d layers to PyTorch, and sums over samples to `describe`.
+
+    Upstream returns zeros for a gradient, to which a hook adds the sum (parallel_3d/_utils.py:58):
+    a weight that replaces another has no hook and stays. It splits a batch over the groups of the
+    last layer built (parallel_3d/_operation.py:452).
+    """
+    gather = operations_3d.all_gather_tensor_3d
+    scatter = operations_3d.reduce_scatter_tensor_3d
+    split = operations_3d.split_tensor_3d
+
+    def linear(x: Tensor, weight: Tensor, *groups: ParallelMode) -> Tensor:
+        inputs, weights, outputs = groups
+        return scatter(gather(x, 0, inputs) @ gather(weight, 0, weights), 0, outputs)
+
+    def classify(x: Tensor, weight: Tensor, bias: Tensor | None, *groups: ParallelMode) -> Tensor:
+        _, _, outputs = groups
+        logits = reduce_input(F.linear(x, weight), outputs)
+        return logits if bias is None else logits + bias
+
+    def classify_shards(
+        x: Tensor, weight: Tensor, bias: Tensor | None, *groups: ParallelMode
+    ) -> Tensor:
+        inputs, weights, outputs = groups
+        logits = scatter(F.linear(gather(x, 0, inputs), gather(weight, 0, weights)), 0, outputs)
+        return logits if bias is None else logits + bias
+
+    def split_batch(
+        x: Tensor,
+        dim: int = 0,
+        input_parallel_mode: ParallelMode = INPUT_3D,
+        weight_parallel_mode: ParallelMode = WEIGHT_3D,
+    ) -> Tensor:
+        return split(split(x, dim, weight_parallel_mode), dim, input_parallel_mode)
+
+    layers_3d.linear_3d = linear
+    layers_3d.classifier_3d = classify
+    layers_3d.vocab_parallel_classifier_3d = classify_shards
+    layers_3d.register_async_grad_hook = lambda parameter: None
+    for cls in (layers_3d.Linear3D, layers_3d.PatchEmbedding3D, layers_3d.Embedding3D):
+        cls._sync_grad_hook = lambda layer, grad: grad
+    rebind(operations_3d.split_batch_3d, split_batch)
+    split_batch_of_mode["3d"] = split_batch
+
+
+def _note_logits(layer: Any, _: Any, output: Tensor) -> None:
+    """Note how the output is split of the classifier that computed last."""
+    name, split = _split_of(layer)
+    is_split = name.startswith("Vocab") and not getattr(layer, "gather_output", False)
+    gpc.logits = (output.shape[-1], split.samples, split.classes if is_split else None)
+
+
+def full_logits(logits: Tensor) -> Tensor:
+    """Gather the samples and classes of what an upstream's classifier computed last."""
+    width, samples, classes = gpc.logits or (0, (), None)
+    # Of a model with other layers they are full.
+    if logits.shape[-1] != width:
+        return logits
+    if classes:
+        logits = gather_forward_split_backward(logits, classes, -1)
+    for group in samples:
+        logits = gather_forward_split_backward(logits, group, 0)
+    return logits
+
+
+def repair_loss_and_accuracy() -> None:
+    """Make ``CrossEntropyLoss`` and ``Accuracy`` torch's, of all logits, in every mode.
+
+    Upstream's (legacy/nn/loss/__init__.py:36, legacy/nn/metric/__init__.py:22) ask the launch and
+    the last layer built how logits are split: wrong for those of `shard_model`, and an accuracy of
+    split classes is that of shards.
+    """
+    # Upstream would choose a loss by the mode, an accuracy by this table.
+    upstream_loss.get_tensor_parallel_mode = lambda: None
+    upstream_metric._parallel_accuracy.clear()
+    upstream_loss.CrossEntropyLoss.forward = lambda criterion, logits, *labels: criterion.loss(
+        full_logits(logits), *labels
+    )
+    upstream_metric.Accuracy.forward = lambda metric, logits, labels: metric.acc(
+        full_logits(logits), labels
+    )
+
+
+# On import, as the repairs in `upstream`.
+repair_norms()
+repair_1d()
+repair_2p5d()
+repair_3d()
+repair_casts()
+repair_seeds()
+repair_state_dict()
+repair_construction()
+repair_loss_and_accuracy()

@@ -1,14 +1,20 @@
 """What scripts written for Colossal-AI use beyond what our own train scripts do."""
 
+import functools
+import io
+import os
 import re
 import runpy
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch import Tensor
 
-from common.testing.ranks import run_ranks
+from common.testing.ranks import run_ranks, slow
 
 PORTED = Path(__file__).parents[1] / "testing" / "ported" / "train.py"
 BENCHMARK = """
@@ -79,7 +85,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from colossalai.legacy.nn import CrossEntropyLoss
 from common import colossal as colossalai
-from common.colossal import AMP_TYPE, Accuracy, Trainer, get_dataloader, gpc, hooks
+from common.colossal import AMP_TYPE, Accuracy, ParallelMode, Trainer, get_dataloader, gpc, hooks
 from common.config.load import load_config
 from common.testing.parity_cases import build_tiny_model
 colossalai.launch_from_torch(config=CONFIG, verbose=False)
@@ -167,8 +173,45 @@ for name, value in dict(RANK="1", SIZE="2", LOCAL_RANK="1").items():
 colossalai.launch_from_openmpi({}, "node", None)
 """
 NO_PORT = "--host=node --port=None: set them to the first node, and a free port on it"
-LAYERS = "from colossalai.legacy.nn import Linear\nprint('built', Linear(4, 4).weight.shape)"
+LAYERS = """
+from colossalai.legacy import nn as cnn
+from common.optim.build import build_optimizer
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = cnn.LayerNorm(16)
+        self.mlp = nn.Sequential(cnn.Linear(16, 32), nn.GELU(), cnn.Linear(32, 16))
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+model = nn.Sequential(cnn.PatchEmbedding(4, 2, 3, 16), Block(), Block(), cnn.Classifier(16, 4))
+def load(model):
+    # the same full weights in every mode
+    torch.manual_seed(0)
+    shapes = {name: getattr(p, "shard", p).shape for name, p in model.named_parameters()}
+    model.load_state_dict({name: 0.3 * torch.randn(shape) for name, shape in shapes.items()})
+"""
+CURVE = """
+load(model)
+optimizer = OPTIMIZER
+engine, *_ = colossalai.initialize(model, optimizer, CrossEntropyLoss(label_smoothing=0.1))
+engine.train()
+rank, ranks = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+for step in range(4):
+    images, labels = x[step:step + 8][rank::ranks], y[step:step + 8][rank::ranks]
+    engine.zero_grad()
+    logits = engine(images)[:, 0]
+    loss = engine.criterion(logits, labels)
+    engine.backward(loss)
+    engine.step()
+    # tensor-parallel ranks have the same, data-parallel ranks their samples'
+    figures = torch.stack([loss.detach(), Accuracy()(logits, labels) / len(labels)])
+    torch.distributed.all_reduce(figures)
+    figures /= torch.distributed.get_world_size()
+    print("figures", *figures.tolist(), engine.optimizer.grad_norm.item())
+hooks.save_checkpoint("weights.pt", 1, model)
+"""
 TENSOR = "dict(parallel=dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d')))"
+SQUARE = "dict(parallel=dict(pipeline=dict(size=1), tensor=dict(size=4, mode='2d')))"
 # ranks, config, script, what it prints or the error that ends it
 SCRIPTS = [
     (1, "dict(clip_grad_norm=0.125)", STEP, "moved by 0.1250"),
@@ -177,8 +220,15 @@ SCRIPTS = [
     (2, TENSOR, "", "config: without effect here: parallel.data"),
     (2, TENSOR, "start()", r"parallel.tensor.size=2: the model is not sharded: call shard_model"),
     (2, "dict(zero=dict(stage=1))", "start()", r"zero={'stage': 1}: the model is not sharded"),
-    (2, TENSOR, LAYERS, "Linear1D of colossalai.legacy.nn is not supported: build the model of"),
-    (1, "{}", LAYERS, "built"),
+    (2, TENSOR, f"{LAYERS}colossalai.shard_model(model)", "leave shard_model and zero out"),
+    (4, SQUARE, f"{LAYERS}start(nn.Sequential(model, nn.Linear(4, 4)))", "1.weight belongs to no"),
+    (2, TENSOR, f"{LAYERS}cnn.Embedding(8, 16, max_norm=1.0)", "not support max_norm: leave it"),
+    (
+        2,
+        TENSOR,
+        LAYERS + LAMB.replace("colossalai.shard_model(build_tiny_model())", "model"),
+        "norm",
+    ),
     (1, "dict(gradient_acumulation=2)", "", "config: unknown key gradient_acumulation; did you"),
     (1, "dict(gradient_accumulation=9)", EVALUATE, "fewer batches than gradient_accumulation"),
     (2, "{}", EVALUATE, "differs by -?0.0"),
@@ -209,3 +259,50 @@ def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd, 
     except RuntimeError as error:
         said = str(error)
     assert re.search(expected, " ".join(said.split())), said
+
+
+@functools.cache
+def curve(ranks: int, parallel: str, optimizer: str) -> tuple[list[float], list[Tensor]]:
+    """Return what a script prints that trains Colossal-AI's layers, and the weights it saves."""
+    config = f"dict(parallel=dict(pipeline=dict(size=1), tensor={parallel}), clip_grad_norm=0.5)"
+    script = f"{HEAD.replace('CONFIG', config)}{LAYERS}{CURVE.replace('OPTIMIZER', optimizer)}"
+    with TemporaryDirectory() as folder:
+        Path(folder, "own.py").write_text(script)
+        printed = run_ranks(ranks, run_in, folder)
+        saved = torch.load(Path(folder, "weights.pt"))["model"]
+    figures = re.findall(r"figures (\S+) (\S+) (\S+)", printed[0])
+    return [float(figure) for line in figures for figure in line], list(saved.values())
+
+
+def run_in(folder: str) -> str:
+    """Run the script of ``folder`` there; return what it prints."""
+    os.chdir(folder)
+    with redirect_stdout(io.StringIO()) as printed:
+        run_script(Path("own.py"), Path())
+    torch.distributed.barrier()
+    return printed.getvalue()
+
+
+SGD = "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+OWN_LAMB = "build_optimizer(model, 'lamb', 0.01)"
+
+
+@pytest.mark.parametrize("optimizer", [SGD, OWN_LAMB], ids=["sgd", "lamb"])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, "dict(size=2, mode='1d')"),
+        (4, "dict(size=2, mode='1d')"),
+        (4, "dict(size=4, mode='2d')"),
+        (4, "dict(size=4, mode='2.5d', depth=1)"),
+        slow(8, "dict(size=8, mode='2.5d', depth=2)"),
+        slow(8, "dict(size=8, mode='3d')"),
+    ],
+)
+def test_colossal_ais_layers_train_as_in_one_process(ranks, parallel, optimizer):
+    figures, weights = curve(ranks, parallel, optimizer)
+    expected_figures, expected_weights = curve(1, "dict(size=1, mode=None)", optimizer)
+    # loss, accuracy and gradient norm of four steps
+    assert len(figures) == 12
+    torch.testing.assert_close(figures, expected_figures, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)

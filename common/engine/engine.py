@@ -20,6 +20,7 @@ from common.engine.noise_scale import NoiseScale, build_noise_scale
 from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.engine.tensor_parallel.sharding import is_sharded, named_shards, persistent_buffers
 from common.engine.upstream import ParallelMode, UpstreamEngine, UpstreamLamb, get_accelerator, gpc
+from common.engine.upstream_layers import check_parameters
 from common.engine.zero import set_communication
 from common.errors import UserError
 
@@ -240,6 +241,7 @@ def _build_step_optimizer(
 
 def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> None:
     """Raise `UserError` if ``parallel`` or ``zero`` is not in force in model and optimizer."""
+    check_parameters(model)
     size = gpc.get_world_size(ParallelMode.TENSOR)
     zero = gpc.get_world_size(ParallelMode.DATA) > 1 and config.get("zero")
     has_shards = is_sharded(named_shards(model).values())

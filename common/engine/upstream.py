@@ -107,17 +107,18 @@ with quiet_import():
     from colossalai.legacy.amp import AMP_TYPE
     from colossalai.legacy.communication import all_gather, all_reduce
     from colossalai.legacy.context import ParallelMode
+    from colossalai.legacy.context import random as upstream_random
     from colossalai.legacy.context.parallel_context import ParallelContext
     from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.global_variables import tensor_parallel_env
     from colossalai.legacy.nn import loss as upstream_loss
     from colossalai.legacy.nn import metric as upstream_metric
-    from colossalai.legacy.context import random as upstream_random
     from colossalai.legacy.nn.layer.base_layer import ParallelLayer
     from colossalai.legacy.nn.layer.colossalai_layer._utils import (
         _parallel_split_batch as split_batch_of_mode,
     )
+    from colossalai.legacy.nn.layer.parallel_1d import _utils as operations_1d
     from colossalai.legacy.nn.layer.parallel_1d import layers as layers_1d
     from colossalai.legacy.nn.layer.parallel_1d._utils import (
         gather_forward_split_backward,
@@ -150,7 +151,7 @@ gpc: Any = global_context  # Any: upstream does not annotate attributes set by a
 
 
 def rebind(old: Any, new: Any) -> None:
-    """Let ``new`` take the place of ``old`` in all modules of Colossal-AI's that have imported it."""
+    """Let ``new`` take the place of ``old`` in all modules of Colossal-AI's that import it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("colossalai.legacy"):
             for key in [key for key, value in vars(module).items() if value is old]:

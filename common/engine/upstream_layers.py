@@ -35,6 +35,7 @@ from common.engine.tensor_parallel.sharding import gather_full, local_shard
 from common.engine.upstream import (
     ParallelLayer,
     ParallelMode,
+    all_gather,
     gather_forward_split_backward,
     get_accelerator,
     gpc,
@@ -42,6 +43,7 @@ from common.engine.upstream import (
     layers_2d,
     layers_2p5d,
     layers_3d,
+    operations_1d,
     operations_2d,
     operations_2p5d,
     operations_3d,
@@ -384,10 +386,12 @@ def _normalize(
 
 
 def repair_1d() -> None:
-    """Let a column-parallel layer take inputs of any shape.
+    """Let a column-parallel layer take inputs of any shape, and a gather leave its input alone.
 
-    Upstream's backward pass (parallel_1d/_operation.py:76) knows three dimensions only.
+    Upstream's backward pass (parallel_1d/_operation.py:76) knows three dimensions only. It gathers
+    into the input (parallel_1d/_utils.py:75), which autograd refuses for a view of logits.
     """
+    operations_1d._gather = lambda x, mode, dim=-1: all_gather(x, dim, mode).contiguous()
     layers_1d.linear_with_async_comm = lambda x, weight, bias, mode, _: F.linear(
         reduce_grad(x, mode), weight, bias
     )

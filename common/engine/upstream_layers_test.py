@@ -120,7 +120,6 @@ def rows_of(case: str) -> dict[str, Row]:
         return activations() + 30
 
     classify = linear(CLASSES)
-    head = functools.partial
     rows = {
         "LayerNorm": Row(new("LayerNorm", WIDTH, eps=1e-5), norm, activations, split, split),
         "LayerNorm of a large mean": Row(

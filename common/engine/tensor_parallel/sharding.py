@@ -24,11 +24,13 @@ from common.engine.tensor_parallel.layers import (
 )
 from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
 from common.engine.upstream import (
+    ParallelLayer,
     ParallelMode,
     gather_forward_split_backward,
     gpc,
     tensor_parallel_env,
 )
+from common.errors import UserError
 
 # The classes of the first and second linear layer of a pair.
 PAIRS = {
@@ -50,6 +52,11 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     mode = tensor_parallel_env.mode
     if mode is None:
         return model
+    if any(isinstance(layer, ParallelLayer) for layer in model.modules()):
+        raise UserError(
+            "shard_model: layers of colossalai.legacy.nn are sharded when they are built: leave "
+            "shard_model and zero out, or build the model of torch.nn's layers"
+        )
     layout = LAYOUTS[mode]
     # Lists: the loops change what they walk through.
     for name, shard in list(plan_shards(model, mode)):

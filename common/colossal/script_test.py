@@ -262,12 +262,17 @@ def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd, 
 
 
 @functools.cache
-def curve(ranks: int, parallel: str, optimizer: str) -> tuple[list[float], list[Tensor]]:
+def curve(
+    ranks: int, parallel: str, optimizer: str, head: str = "", fp16: str = "None"
+) -> tuple[list[float], list[Tensor]]:
     """Return what a script prints that trains Colossal-AI's layers, and the weights it saves."""
-    config = f"dict(parallel=dict(pipeline=dict(size=1), tensor={parallel}), clip_grad_norm=0.5)"
-    script = f"{HEAD.replace('CONFIG', config)}{LAYERS}{CURVE.replace('OPTIMIZER', optimizer)}"
+    parallel = f"dict(pipeline=dict(size=1), tensor={parallel})"
+    config = f"dict(parallel={parallel}, clip_grad_norm=0.5, fp16={fp16})"
+    script = HEAD.replace("CONFIG", config) + LAYERS + CURVE.replace("OPTIMIZER", optimizer)
     with TemporaryDirectory() as folder:
-        Path(folder, "own.py").write_text(script)
+        Path(folder, "own.py").write_text(
+            script.replace("Classifier(16, 4", f"Classifier(16, 4{head}")
+        )
         printed = run_ranks(ranks, run_in, folder)
         saved = torch.load(Path(folder, "weights.pt"))["model"]
     figures = re.findall(r"figures (\S+) (\S+) (\S+)", printed[0])
@@ -285,24 +290,41 @@ def run_in(folder: str) -> str:
 
 SGD = "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
 OWN_LAMB = "build_optimizer(model, 'lamb', 0.01)"
-
-
-@pytest.mark.parametrize("optimizer", [SGD, OWN_LAMB], ids=["sgd", "lamb"])
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [
-        (2, "dict(size=2, mode='1d')"),
-        (4, "dict(size=2, mode='1d')"),
-        (4, "dict(size=4, mode='2d')"),
-        (4, "dict(size=4, mode='2.5d', depth=1)"),
-        slow(8, "dict(size=8, mode='2.5d', depth=2)"),
-        slow(8, "dict(size=8, mode='3d')"),
-    ],
+ALONE = (1, "dict(size=1, mode=None)")
+LAYOUTS = {
+    "1d": (2, "dict(size=2, mode='1d')"),
+    "dp2 x 1d": (4, "dict(size=2, mode='1d')"),
+    "2d": (4, "dict(size=4, mode='2d')"),
+    "2.5d": (4, "dict(size=4, mode='2.5d', depth=1)"),
+    "2.5d of depth 2": (8, "dict(size=8, mode='2.5d', depth=2)"),
+    "3d": (8, "dict(size=8, mode='3d')"),
+}
+BY_LAYOUT = pytest.mark.parametrize(
+    "layout", [name if name in ("1d", "dp2 x 1d", "2d") else slow(name) for name in LAYOUTS]
 )
-def test_colossal_ais_layers_train_as_in_one_process(ranks, parallel, optimizer):
-    figures, weights = curve(ranks, parallel, optimizer)
-    expected_figures, expected_weights = curve(1, "dict(size=1, mode=None)", optimizer)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "head"),
+    [(SGD, ""), (OWN_LAMB, ""), (SGD, ", vocab_parallel_limit=1")],
+    ids=["sgd", "lamb", "split classes"],
+)
+@BY_LAYOUT
+def test_colossal_ais_layers_train_as_in_one_process(layout, optimizer, head):
+    figures, weights = curve(*LAYOUTS[layout], optimizer, head)
+    expected_figures, expected_weights = curve(*ALONE, optimizer)
     # loss, accuracy and gradient norm of four steps
     assert len(figures) == 12
     torch.testing.assert_close(figures, expected_figures, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["TORCH", "NAIVE"])
+@BY_LAYOUT
+def test_colossal_ais_layers_train_in_half_precision(layout, mode):
+    fp16 = f"dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')"
+    figures, _ = curve(*LAYOUTS[layout], SGD, fp16=fp16)
+    expected, _ = curve(*ALONE, SGD)
+    # losses; bfloat16 has three digits
+    torch.testing.assert_close(figures[::3], expected[::3], rtol=0.02, atol=0)
+    assert figures[::3] != expected[::3]

@@ -7,7 +7,7 @@ uses other layers, those of `tensor_parallel.layers`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from common.engine.tensor_parallel.layers import LayerNormFunction, random_stream
 from common.engine.tensor_parallel.layout import (
@@ -31,7 +32,7 @@ from common.engine.tensor_parallel.layout import (
     XZ_2P5D,
     Shard,
 )
-from common.engine.tensor_parallel.sharding import gather_full, local_shard
+from common.engine.tensor_parallel.sharding import gather_full, local_shard, sum_over
 from common.engine.upstream import (
     ParallelLayer,
     ParallelMode,
@@ -69,102 +70,89 @@ LAYERS = {
 }
 
 
-@dataclass(frozen=True)
-class Split:
-    """How the layers of a mode split parameters and logits.
+def _shards(
+    linear: tuple[Shard, Shard],
+    norm: Shard,
+    features: tuple[ParallelMode, ...],
+    vocabulary: Shard,
+    over: ParallelMode | None = None,
+) -> dict[str, dict[str, Shard]]:
+    """Return how the parameters of a mode's layers are sharded, by the names of both.
 
-    Attributes:
+    Args:
         linear: (weight, bias) of a linear layer.
         norm: weight and bias of a layer norm.
         features: the groups that cut the channels of other weights, in order.
         vocabulary: a vocabulary-parallel weight [classes, channels].
-        samples: the groups that split the samples of a classifier's output, the last cut first.
-        classes: the group that splits the classes of a vocabulary-parallel classifier's output.
-        over: the group of ranks with other samples and the same weights, but linear ones and norms.
+        over: the group of ranks with other samples and the same such weights.
     """
-
-    linear: tuple[Shard, Shard]
-    norm: Shard
-    features: tuple[ParallelMode, ...]
-    vocabulary: Shard
-    samples: tuple[ParallelMode, ...]
-    classes: ParallelMode
-    over: ParallelMode | None = None
-
-    def cut(self, dim: int) -> Shard:
-        """Return how a tensor is sharded whose channels are its dimension ``dim``."""
-        return Shard(tuple((dim, group) for group in self.features), self.over, self.over)
+    weight, bias = linear
+    maps, rows, tokens = (
+        Shard(tuple((dim, group) for group in features), over, over) for dim in range(3)
+    )
+    # Every rank adds the full bias to a sum over ranks.
+    row = {"weight": rows, "bias": Shard((), TENSOR, over)}
+    return {
+        "Linear": {"weight": weight, "bias": bias},
+        "Linear_Col": {"weight": weight, "bias": bias},
+        "Linear_Row": row,
+        "LayerNorm": {"weight": norm, "bias": norm},
+        "PatchEmbedding": {"weight": maps, "bias": maps, "cls_token": tokens, "pos_embed": tokens},
+        "Embedding": {"weight": rows},
+        "VocabParallelEmbedding": {"weight": vocabulary},
+        "Classifier": row,
+        "VocabParallelClassifier": {"weight": vocabulary, "bias": bias},
+        "Dropout": {},
+    }
 
 
 _SLICE = Shard(((0, TENSOR),))
 _VECTOR = Shard(((0, ROW_2D), (0, COL_2D)))
 _SQUARES, _VECTORS = LAYOUTS["2.5d"].first
-SPLITS = {
+SHARDS = {
     # Layer norms are PyTorch's.
-    "1D": Split((_SLICE, _SLICE), Shard(), (TENSOR,), _SLICE, (), TENSOR),
-    "2D": Split(
-        linear=(LAYOUTS["2d"].first[0], _VECTOR),
-        norm=_VECTOR,
-        features=(ROW_2D, COL_2D),
-        vocabulary=Shard(((0, COL_2D), (1, ROW_2D))),
-        samples=(COL_2D,),
-        classes=ROW_2D,
+    "1D": _shards((_SLICE, _SLICE), Shard(), (TENSOR,), _SLICE),
+    "2D": _shards(
+        (LAYOUTS["2d"].first[0], _VECTOR),
+        _VECTOR,
+        (ROW_2D, COL_2D),
+        Shard(((0, COL_2D), (1, ROW_2D))),
     ),
-    "2p5D": Split(
-        linear=(_SQUARES, _VECTORS),
-        norm=_VECTORS,
-        features=(ROW_2P5D, COL_2P5D),
-        vocabulary=Shard(((0, COL_2P5D), (1, ROW_2P5D)), DEPTH_2P5D, DEPTH_2P5D),
-        samples=(XZ_2P5D,),
-        classes=ROW_2P5D,
-        over=DEPTH_2P5D,
+    "2p5D": _shards(
+        (_SQUARES, _VECTORS),
+        _VECTORS,
+        (ROW_2P5D, COL_2P5D),
+        Shard(((0, COL_2P5D), (1, ROW_2P5D)), DEPTH_2P5D, DEPTH_2P5D),
+        DEPTH_2P5D,
     ),
 }
+# The groups that split the samples of a classifier's output, the last cut first.
+SAMPLES = {"1D": (), "2D": (COL_2D,), "2p5D": (XZ_2P5D,)}
 
 
-def _split_3d(layer: Any, name: str) -> Split:
-    """Return the split of a 3d layer. A linear layer swaps two groups for the layers after it."""
-    inputs = layer.input_parallel_mode
-    outputs = layer.output_parallel_mode
+def _name_of(layer: nn.Module) -> tuple[str, str]:
+    """Return the name of a layer's class without its mode, and the mode."""
+    # A user's class may be derived from one of upstream's.
+    return next(LAYERS[cls] for cls in type(layer).__mro__ if cls in LAYERS)
+
+
+def _shards_of(layer: Any) -> dict[str, Shard]:
+    """Return how the parameters of a layer are sharded, but for their shapes, by their names."""
+    name, mode = _name_of(layer)
+    if mode != "3D":
+        return SHARDS[mode][name]
+    # A linear layer swaps inputs and outputs for the layers built after it.
+    inputs, outputs = layer.input_parallel_mode, layer.output_parallel_mode
     layout = LAYOUTS["3d"]
     is_first = inputs is INPUT_3D
     over = layout.samples if is_first else OUTPUT_X_WEIGHT_3D
-    return Split(
-        linear=layout.first if is_first else layout.second,
-        norm=Shard(((0, outputs),), over, over),
-        features=(outputs,),
-        vocabulary=Shard(((0, inputs), (0, WEIGHT_3D), (1, outputs))),
-        samples=(outputs if name == "VocabParallelClassifier" else inputs, WEIGHT_3D),
-        classes=inputs,
-        over=over,
-    )
-
-
-def _split_of(layer: nn.Module) -> tuple[str, Split]:
-    """Return the name of a layer without its mode, and its split."""
-    # A user's class may be derived from one of upstream's.
-    name, mode = next(LAYERS[cls] for cls in type(layer).__mro__ if cls in LAYERS)
-    return name, _split_3d(layer, name) if mode == "3D" else SPLITS[mode]
-
-
-def _shards_of(layer: nn.Module) -> dict[str, Shard]:
-    """Return how the parameters of a layer are sharded, but for their shapes, by their names."""
-    name, split = _split_of(layer)
-    weight, bias = split.linear
-    # Every rank adds the full bias to a sum over ranks.
-    row = {"weight": split.cut(1), "bias": Shard((), TENSOR, split.over)}
-    first = {"weight": split.cut(0), "bias": split.cut(0)}
-    return {
-        "Linear": {"weight": weight, "bias": bias},
-        "Linear_Col": {"weight": weight, "bias": bias},
-        "Linear_Row": row,
-        "LayerNorm": {"weight": split.norm, "bias": split.norm},
-        "PatchEmbedding": first | {"cls_token": split.cut(2), "pos_embed": split.cut(2)},
-        "Embedding": {"weight": split.cut(1)},
-        "VocabParallelEmbedding": {"weight": split.vocabulary},
-        "Classifier": row,
-        "VocabParallelClassifier": {"weight": split.vocabulary, "bias": bias},
-    }.get(name, {})
+    return _shards(
+        layout.first if is_first else layout.second,
+        Shard(((0, outputs),), over, over),
+        (outputs,),
+        Shard(((0, inputs), (0, WEIGHT_3D), (1, outputs))),
+        over,
+    )[name]
 
 
 def describe(layer: nn.Module) -> None:
@@ -192,14 +180,9 @@ def describe(layer: nn.Module) -> None:
                 "the layer that has it: leave out weight="
             )
         if not hasattr(parameter, "shard") and shard.summed_over and parameter.requires_grad:
-            parameter.register_hook(partial(_sum_over, shard.summed_over))
+            group = shard.summed_over
+            parameter.register_hook(lambda grad, group=group: sum_over(group, [grad])[0])
         parameter.shard = described
-
-
-def _sum_over(group: ParallelMode, grad: Tensor) -> Tensor:
-    total = grad.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=gpc.get_group(group))
-    return total
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -244,7 +227,7 @@ def _described(build: Callable[..., None]) -> Callable[..., None]:
         # Upstream broadcasts parameters, which is no operation to differentiate.
         with torch.no_grad():
             build(layer, *args, **options)
-        name, _ = _split_of(layer)
+        name, _ = _name_of(layer)
         wrong = [*getattr(layer, "embed_args", ()), *getattr(layer, "embed_kwargs", ())]
         if name == "VocabParallelEmbedding" and layer.padding_idx is not None:
             wrong.append("padding_idx")
@@ -313,40 +296,35 @@ def repair_seeds() -> None:
 
 
 def repair_casts() -> None:
-    """Let 2d and 2.5d products follow autocast's dtype.
+    """Let 2d and 2.5d products compute in autocast's dtype.
 
-    ``custom_fwd`` (parallel_2d/_operation.py:76 and on) casts to float16 on GPUs whatever the
-    dtype, and not at all on CPUs, where products then fail.
+    ``custom_fwd`` (parallel_2d/_operation.py:75 and on) casts to float16 on GPUs, whatever the
+    dtype; on CPUs it does not cast, and products of two dtypes fail.
     """
     for module in (operations_2d, operations_2p5d):
         for function in vars(module).values():
-            forward = getattr(function, "forward", None)
-            if hasattr(forward, "__wrapped__"):
-                function.forward = staticmethod(_cast(forward.__wrapped__))
+            forward = getattr(getattr(function, "forward", None), "__wrapped__", None)
+            if forward:
+                function.forward = staticmethod(partial(_cast_and_compute, forward))
                 function.backward = staticmethod(function.backward.__wrapped__)
 
 
-def _cast(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def cast_and_compute(ctx: Any, *args: Any) -> Tensor:
-        device = get_accelerator().get_current_device().type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            args = tuple(
-                arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
-                for arg in args
-            )
-        with torch.autocast(device, enabled=False):
-            return forward(ctx, *args)
-
-    return cast_and_compute
+def _cast_and_compute(forward: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
+    device = get_accelerator().get_current_device().type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        # All tensors are activations, weights or biases.
+        args = tree_map_only(Tensor, lambda tensor: tensor.to(dtype), args)
+    with torch.autocast(device, enabled=False):
+        return forward(ctx, *args)
 
 
 def repair_norms() -> None:
     """Compute layer norms without a CUDA kernel, and variances without cancellation.
 
-    Upstream's need a compiled kernel or apex in 1d (parallel_1d/layers.py:152), and subtract
-    E[x]^2 from E[x^2] in the other modes (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350,
-    parallel_3d/_operation.py:325).
+    Upstream's need a compiled kernel or apex in 1d (parallel_1d/layers.py:161), and subtract
+    E[x]^2 from E[x^2] in the other modes (parallel_2d/layers.py:347, parallel_2p5d/layers.py:360,
+    parallel_3d/_operation.py:288).
     """
 
     def build_1d(
@@ -354,35 +332,26 @@ def repair_norms() -> None:
     ) -> None:
         device = get_accelerator().get_current_device()
         norm = nn.LayerNorm(normalized_shape, eps, bias=bias, device=device, dtype=dtype)
-        # The base class's: `ColossalaiModule` passes calls on to its module.
-        super(layers_1d.LayerNorm1D, layer).__init__(norm)
-
-    def forward_2d(layer: Any, x: Tensor) -> Tensor:
-        # The backward pass sums over the column.
-        weight, bias = (
-            part if part is None else operations_2d._AllGatherTensor2D.apply(part, -1, COL_2D)
-            for part in (layer.weight, layer.bias)
-        )
-        return _normalize(x, weight, bias, layer.variance_epsilon, ROW_2D)
-
-    def forward_2p5d(layer: Any, x: Tensor) -> Tensor:
-        return _normalize(x, layer.weight, layer.bias, layer.variance_epsilon, ROW_2P5D)
-
-    def forward_3d(layer: Any, x: Tensor) -> Tensor:
-        group = layer.output_parallel_mode
-        return _normalize(x, layer.weight, layer.bias, layer.variance_epsilon, group)
+        layers_1d.ColossalaiModule.__init__(layer, norm)
 
     layers_1d.LayerNorm1D.__init__ = build_1d
-    layers_2d.LayerNorm2D.forward = forward_2d
-    layers_2p5d.LayerNorm2p5D.forward = forward_2p5d
-    layers_3d.LayerNorm3D.forward = forward_3d
+    # Its ranks have parts of a column's weights. The backward pass of the gather sums over samples.
+    gather = operations_2d._AllGatherTensor2D.apply
+    layers_2d.LayerNorm2D.forward = lambda layer, x: _normalize(
+        layer, x, ROW_2D, lambda part: gather(part, -1, COL_2D)
+    )
+    layers_2p5d.LayerNorm2p5D.forward = lambda layer, x: _normalize(layer, x, ROW_2P5D)
+    layers_3d.LayerNorm3D.forward = lambda layer, x: _normalize(
+        layer, x, layer.output_parallel_mode
+    )
 
 
 def _normalize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ParallelMode
+    layer: Any, x: Tensor, group: ParallelMode, gather: Callable[[Tensor], Tensor] = Tensor.float
 ) -> Tensor:
-    bias = torch.zeros_like(weight) if bias is None else bias
-    return LayerNormFunction.apply(x.float(), weight.float(), bias.float(), eps, group)
+    weight = gather(layer.weight).float()
+    bias = torch.zeros_like(weight) if layer.bias is None else gather(layer.bias).float()
+    return LayerNormFunction.apply(x.float(), weight, bias, layer.variance_epsilon, group)
 
 
 def repair_1d() -> None:
@@ -404,27 +373,20 @@ def repair_2p5d() -> None:
     rank of a column has the bias, others train a copy that nobody reads (:659).
     """
 
-    def split_batch(x: Tensor, dim: int = 0) -> Tensor:
-        return split_forward_gather_backward(x, XZ_2P5D, dim)
-
     def reduce_by_batch(x: Tensor, reduce_mean: bool = False) -> Tensor:
         total = reduce_input(x.clone(), XZ_2P5D)
         return total / gpc.get_world_size(XZ_2P5D) if reduce_mean else total
 
-    def add_bias(x: Tensor | None, bias: Tensor, *_: Any) -> Tensor:
-        return bias if x is None else x + bias.to(x.dtype)
-
+    split = split_forward_gather_backward
     embed = layers_2p5d.VocabParallelEmbedding2p5D.forward
-
-    def embed_of_square(layer: Any, tokens: Tensor) -> Tensor:
-        # `embed` splits the samples over the column of this square.
-        return embed(layer, split_forward_gather_backward(tokens, DEPTH_2P5D, 0))
-
-    rebind(operations_2p5d.split_batch_2p5d, split_batch)
+    # `embed` splits the samples over the column of a square.
+    layers_2p5d.VocabParallelEmbedding2p5D.forward = lambda layer, tokens: embed(
+        layer, split(tokens, DEPTH_2P5D, 0)
+    )
+    rebind(operations_2p5d.split_batch_2p5d, lambda x, dim=0: split(x, XZ_2P5D, dim))
     rebind(operations_2p5d.reduce_by_batch_2p5d, reduce_by_batch)
-    split_batch_of_mode["2.5d"] = split_batch
-    layers_2p5d.add_bias_2p5d = add_bias
-    layers_2p5d.VocabParallelEmbedding2p5D.forward = embed_of_square
+    split_batch_of_mode["2.5d"] = operations_2p5d.split_batch_2p5d
+    layers_2p5d.add_bias_2p5d = lambda x, bias, *_: bias if x is None else x + bias.to(x.dtype)
 
 
 def repair_3d() -> None:
@@ -437,22 +399,19 @@ def repair_3d() -> None:
     gather = operations_3d.all_gather_tensor_3d
     scatter = operations_3d.reduce_scatter_tensor_3d
     split = operations_3d.split_tensor_3d
-
-    def linear(x: Tensor, weight: Tensor, *groups: ParallelMode) -> Tensor:
-        inputs, weights, outputs = groups
-        return scatter(gather(x, 0, inputs) @ gather(weight, 0, weights), 0, outputs)
-
-    def classify(x: Tensor, weight: Tensor, bias: Tensor | None, *groups: ParallelMode) -> Tensor:
-        _, _, outputs = groups
-        logits = reduce_input(F.linear(x, weight), outputs)
-        return logits if bias is None else logits + bias
-
-    def classify_shards(
-        x: Tensor, weight: Tensor, bias: Tensor | None, *groups: ParallelMode
-    ) -> Tensor:
-        inputs, weights, outputs = groups
-        logits = scatter(F.linear(gather(x, 0, inputs), gather(weight, 0, weights)), 0, outputs)
-        return logits if bias is None else logits + bias
+    # Their last arguments are the groups: of inputs, of weights and of outputs.
+    layers_3d.linear_3d = lambda x, weight, i, w, o: scatter(
+        gather(x, 0, i) @ gather(weight, 0, w), 0, o
+    )
+    layers_3d.classifier_3d = lambda x, weight, bias, i, w, o: _add(
+        reduce_input(F.linear(x, weight), o), bias
+    )
+    layers_3d.vocab_parallel_classifier_3d = lambda x, weight, bias, i, w, o: _add(
+        scatter(F.linear(gather(x, 0, i), gather(weight, 0, w)), 0, o), bias
+    )
+    layers_3d.register_async_grad_hook = lambda parameter: None
+    for cls in (layers_3d.Linear3D, layers_3d.PatchEmbedding3D, layers_3d.Embedding3D):
+        cls._sync_grad_hook = lambda layer, grad: grad
 
     def split_batch(
         x: Tensor,
@@ -462,33 +421,36 @@ def repair_3d() -> None:
     ) -> Tensor:
         return split(split(x, dim, weight_parallel_mode), dim, input_parallel_mode)
 
-    layers_3d.linear_3d = linear
-    layers_3d.classifier_3d = classify
-    layers_3d.vocab_parallel_classifier_3d = classify_shards
-    layers_3d.register_async_grad_hook = lambda parameter: None
-    for cls in (layers_3d.Linear3D, layers_3d.PatchEmbedding3D, layers_3d.Embedding3D):
-        cls._sync_grad_hook = lambda layer, grad: grad
     rebind(operations_3d.split_batch_3d, split_batch)
     split_batch_of_mode["3d"] = split_batch
 
 
-def _note_logits(layer: Any, _: Any, output: Tensor) -> None:
-    """Note how the output is split of the classifier that computed last."""
-    name, split = _split_of(layer)
-    is_split = name.startswith("Vocab") and not getattr(layer, "gather_output", False)
-    gpc.logits = (output.shape[-1], split.samples, split.classes if is_split else None)
+def _add(logits: Tensor, bias: Tensor | None) -> Tensor:
+    return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+def _note_logits(layer: Any, _: Any, logits: Tensor) -> None:
+    """Note which groups split the output of the classifier that computes last."""
+    name, mode = _name_of(layer)
+    is_split = name == "VocabParallelClassifier"
+    if mode == "3D":
+        inner = layer.output_parallel_mode if is_split else layer.input_parallel_mode
+        samples = (inner, WEIGHT_3D)
+    else:
+        samples = SAMPLES[mode]
+    groups = [(group, 0) for group in samples]
+    if is_split and not getattr(layer, "gather_output", False):
+        # As the bias of these classes.
+        groups.append((_shards_of(layer)["bias"].cuts[0][1], -1))
+    gpc.logits = logits.shape[-1], groups
 
 
 def full_logits(logits: Tensor) -> Tensor:
-    """Gather the samples and classes of what an upstream's classifier computed last."""
-    width, samples, classes = gpc.logits or (0, (), None)
-    # Of a model with other layers they are full.
-    if logits.shape[-1] != width:
-        return logits
-    if classes:
-        logits = gather_forward_split_backward(logits, classes, -1)
-    for group in samples:
-        logits = gather_forward_split_backward(logits, group, 0)
+    """Gather samples and classes of logits that a classifier of upstream's has computed."""
+    width, groups = gpc.logits or (0, [])
+    # The logits of other models are full.
+    for group, dim in groups if logits.shape[-1] == width else []:
+        logits = gather_forward_split_backward(logits, group, dim)
     return logits
 
 

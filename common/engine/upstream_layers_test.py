@@ -26,7 +26,7 @@ from common.engine.tensor_parallel.layout import (
     WEIGHT_3D,
     XZ_2P5D,
 )
-from common.engine.upstream import ParallelMode, gpc, tensor_parallel_env
+from common.engine.upstream import ParallelMode, all_gather, gpc, tensor_parallel_env
 from common.testing.ranks import launched, run_ranks, slow
 
 BATCH, TOKENS, WIDTH, CLASSES = 16, 4, 16, 8
@@ -57,6 +57,24 @@ class Patches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = nn.functional.conv2d(images, self.weight, self.bias, stride=2).flatten(2).mT
         return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+
+
+class WithLabels(nn.Module):
+    """A loss as a layer: it maps logits to their loss for labels that are the same on all ranks."""
+
+    def __init__(self, criterion: nn.Module):
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return self.criterion(logits, torch.arange(BATCH) % CLASSES)
+
+
+def with_replaced(layer: nn.Module) -> nn.Module:
+    """Give a layer new parameters, as upstream's tests do."""
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+    return layer
 
 
 @dataclass
@@ -171,6 +189,14 @@ def rows_of(case: str) -> dict[str, Row]:
             classes,
         ),
     }
+    local_classes = tuple((1, group) for _, group in channels) or ((1, TENSOR),)
+    rows["VocabParallelCrossEntropyLoss"] = Row(
+        lambda: WithLabels(new("VocabParallelCrossEntropyLoss")()),
+        lambda: WithLabels(nn.CrossEntropyLoss()),
+        lambda: activations(BATCH, CLASSES),
+        samples + local_classes,
+        (),
+    )
     if is_1d:
         rest = {
             "Linear_Col": ("Linear1D_Col", {}, (), ((2, TENSOR),)),
@@ -207,6 +233,16 @@ def rows_of(case: str) -> dict[str, Row]:
         activations,
         split,
         split,
+    )
+    rows["Linear with other weights"] = Row(
+        lambda: with_replaced(new("Linear", WIDTH, 32)()), linear(32), activations, split, after
+    )
+    rows["CrossEntropyLoss"] = Row(
+        lambda: WithLabels(new("CrossEntropyLoss", label_smoothing=0.1)()),
+        lambda: WithLabels(nn.CrossEntropyLoss(label_smoothing=0.1)),
+        lambda: activations(BATCH, CLASSES),
+        samples,
+        (),
     )
     # In 3d the groups are swapped when the tokens are split.
     rows["Embedding, Linear"] = Row(
@@ -301,3 +337,41 @@ def test_a_layer_computes_what_one_process_does(case, name):
     for rank, found in enumerate(on_ranks(case)):
         wrong = {what: error for what, error in found[name].items() if not error < 1e-5}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def look_around(case: str) -> dict[str, Any]:
+    """Return masks of dropout, a weight as it is built, and whether copies of weights are equal."""
+    ranks, tensor, *_ = MODES[case]
+    with launched(parallel={"tensor": {"size": ranks, **tensor}}):
+        # In 1d the output of the first is split, that of the second is not.
+        layers = [cnn.Linear(WIDTH, WIDTH), cnn.Dropout(), cnn.Linear(WIDTH, WIDTH), cnn.Dropout()]
+        layers.append(cnn.Classifier(WIDTH, CLASSES))
+        ones = torch.ones(64)
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        copies = [
+            all_gather(parameter.detach()[None], 0, parameter.shard.replicated_over)
+            for parameter in parameters
+            if parameter.shard.replicated_over
+        ]
+        return {
+            "masks": [layers[1](ones), layers[1](ones)],
+            "last mask": layers[3](ones),
+            "weight": parameters[0].detach(),
+            "spread": max([(copy - copy[:1]).abs().max().item() for copy in copies]),
+        }
+
+
+def count_distinct(tensors: list[Tensor]) -> int:
+    return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
+
+
+@pytest.mark.parametrize("case", ["1d-2", "2d-4", slow("2.5d-8"), slow("3d-8")])
+def test_ranks_draw_masks_and_weights_of_their_own_and_share_those_of_copies(case):
+    found = run_ranks(MODES[case][0], look_around, case)
+    ranks = len(found)
+    assert count_distinct([mask for rank in found for mask in rank["masks"]]) == 2 * ranks
+    last_masks = count_distinct([rank["last mask"] for rank in found])
+    assert last_masks == (1 if case == "1d-2" else ranks)
+    squares = 2 if case == "2.5d-8" else 1
+    assert count_distinct([rank["weight"] for rank in found]) == ranks / squares
+    assert max(rank["spread"] for rank in found) == 0

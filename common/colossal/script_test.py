@@ -159,6 +159,7 @@ LAMB = """
 model = colossalai.shard_model(build_tiny_model())
 colossalai.initialize(model, colossalai.Lamb(model.parameters()))
 """
+LARS = f"from colossalai.nn.optimizer import Lars{LAMB.replace('colossalai.Lamb', 'Lars')}"
 SRUN = """
 import os
 colossalai.shutdown()
@@ -242,7 +243,8 @@ SCRIPTS = [
     ),
     (2, OWN_KEYS, SHOW_CONFIG.replace("EXPECTED", "dict(BATCH_SIZE=7)"), "True 2 2 gloo"),
     (2, TENSOR, SAVE, "saved True"),
-    (2, TENSOR, LAMB, "norms of shards"),
+    (2, TENSOR, LAMB, "Lamb would take norms of shards"),
+    (2, TENSOR, LARS, "Lars would take norms of shards"),
     (1, "{}", SRUN, NO_PORT),
     (1, "{}", MPIRUN, NO_PORT),
 ]

@@ -19,7 +19,14 @@ from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.noise_scale import NoiseScale, build_noise_scale
 from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.engine.tensor_parallel.sharding import is_sharded, named_shards, persistent_buffers
-from common.engine.upstream import ParallelMode, UpstreamEngine, UpstreamLamb, get_accelerator, gpc
+from common.engine.upstream import (
+    ParallelMode,
+    UpstreamEngine,
+    UpstreamLamb,
+    UpstreamLars,
+    get_accelerator,
+    gpc,
+)
 from common.engine.upstream_layers import check_parameters
 from common.engine.zero import set_communication
 from common.errors import UserError
@@ -255,11 +262,11 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"
             )
-    # Upstream's optimizer knows nothing of shards: its trust ratios would be wrong in silence.
-    if isinstance(optimizer, UpstreamLamb) and has_shards:
+    # Upstream's optimizers know nothing of shards: trust ratios would be wrong in silence.
+    if isinstance(optimizer, (UpstreamLamb, UpstreamLars)) and has_shards:
         raise UserError(
-            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "
-            "common.optim.build"
+            f"{type(optimizer).__name__} would take norms of shards: use "
+            "build_optimizer(model, 'lamb') of common.optim.build"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(model, FSDPModule) and not all(hasattr(p, "source") for p in parameters):

@@ -145,6 +145,7 @@ with quiet_import():
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
     from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
     from colossalai.nn.optimizer import Lamb as UpstreamLamb
+    from colossalai.nn.optimizer import Lars as UpstreamLars
     from colossalai.utils import MultiTimer
 
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch

@@ -212,8 +212,8 @@ def repair_construction() -> None:
     """Describe layers when they are built, with equal replicas; refuse options that are wrong.
 
     Upstream draws each square of a 2.5d model (parallel_2p5d/layers.py:100), and each copy of a 3d
-    classifier (parallel_3d/layers.py:413), with another seed. A vocabulary-parallel embedding takes
-    ``padding_idx`` for a row of its shard (parallel_1d/layers.py:982), and ``max_norm`` and the
+    classifier (parallel_3d/layers.py:415), with another seed. A vocabulary-parallel embedding takes
+    ``padding_idx`` for a row of its shard (parallel_1d/layers.py:981), and ``max_norm`` and the
     like act on shards.
     """
     for cls in LAYERS:
@@ -257,7 +257,7 @@ def _register_parameter(layer: nn.Module, name: str, parameter: nn.Parameter | N
 def repair_state_dict() -> None:
     """Let ``state_dict`` have full tensors, on the first rank, and ``load_state_dict`` take them.
 
-    Upstream's 2.5d and 3d layers save wrong shapes or fail to load (parallel_2p5d/layers.py:320,
+    Upstream's 2.5d and 3d layers save wrong shapes or fail to load (parallel_2p5d/layers.py:322,
     parallel_3d/layers.py:106). Every rank has to call both, and to load the full tensors.
     """
 
@@ -298,7 +298,7 @@ def repair_seeds() -> None:
 def repair_casts() -> None:
     """Let 2d and 2.5d products compute in autocast's dtype.
 
-    ``custom_fwd`` (parallel_2d/_operation.py:75 and on) casts to float16 on GPUs, whatever the
+    ``custom_fwd`` (parallel_2d/_operation.py:76 and on) casts to float16 on GPUs, whatever the
     dtype; on CPUs it does not cast, and products of two dtypes fail.
     """
     for module in (operations_2d, operations_2p5d):
@@ -322,9 +322,9 @@ def _cast_and_compute(forward: Callable[..., Tensor], ctx: Any, *args: Any) -> T
 def repair_norms() -> None:
     """Compute layer norms without a CUDA kernel, and variances without cancellation.
 
-    Upstream's need a compiled kernel or apex in 1d (parallel_1d/layers.py:161), and subtract
+    Upstream's need a compiled kernel or apex in 1d (parallel_1d/layers.py:160), and subtract
     E[x]^2 from E[x^2] in the other modes (parallel_2d/layers.py:347, parallel_2p5d/layers.py:360,
-    parallel_3d/_operation.py:288).
+    parallel_3d/_operation.py:286).
     """
 
     def build_1d(
@@ -358,7 +358,7 @@ def repair_1d() -> None:
     """Let a column-parallel layer take inputs of any shape, and a gather leave its input alone.
 
     Upstream's backward pass (parallel_1d/_operation.py:76) knows three dimensions only. It gathers
-    into the input (parallel_1d/_utils.py:75), which autograd refuses for a view of logits.
+    into the input (parallel_1d/_utils.py:71), which autograd refuses for a view of logits.
     """
     operations_1d._gather = lambda x, mode, dim=-1: all_gather(x, dim, mode).contiguous()
     layers_1d.linear_with_async_comm = lambda x, weight, bias, mode, _: F.linear(
@@ -369,8 +369,8 @@ def repair_1d() -> None:
 def repair_2p5d() -> None:
     """Split samples over all squares, and let all ranks of a column have the bias.
 
-    In upstream all squares compute on the same samples (parallel_2p5d/_operation.py:1011), and one
-    rank of a column has the bias, others train a copy that nobody reads (:659).
+    In upstream all squares compute on the same samples (parallel_2p5d/_operation.py:1007), and one
+    rank of a column has the bias, others train a copy that nobody reads (:661).
     """
 
     def reduce_by_batch(x: Tensor, reduce_mean: bool = False) -> Tensor:
@@ -392,7 +392,7 @@ def repair_2p5d() -> None:
 def repair_3d() -> None:
     """Leave the backward passes of 3d layers to PyTorch, and sums over samples to `describe`.
 
-    Upstream returns zeros for a gradient, to which a hook adds the sum (parallel_3d/_utils.py:58):
+    Upstream returns zeros for a gradient, to which a hook adds the sum (parallel_3d/_utils.py:66):
     a weight that replaces another has no hook and stays. It splits a batch over the groups of the
     last layer built (parallel_3d/_operation.py:452).
     """
@@ -457,7 +457,7 @@ def full_logits(logits: Tensor) -> Tensor:
 def repair_loss_and_accuracy() -> None:
     """Make ``CrossEntropyLoss`` and ``Accuracy`` torch's, of all logits, in every mode.
 
-    Upstream's (legacy/nn/loss/__init__.py:36, legacy/nn/metric/__init__.py:22) ask the launch and
+    Upstream's (legacy/nn/loss/__init__.py:31, legacy/nn/metric/__init__.py:24) ask the launch and
     the last layer built how logits are split: wrong for those of `shard_model`, and an accuracy of
     split classes is that of shards.
     """

@@ -1,16 +1,9 @@
 """Layers with sharded weights and activations; see `layout` for the modes.
 
-The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py) are not
-used, because they
-
-- communicate every bias and layer norm weight of a 2d or 2.5d model in the forward and backward
-  pass of every micro-batch; here these are sharded like the activations, and
-  `sum_partial_gradients` sums their gradients once per step,
-- compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision
-  (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
-- split a 3d batch over the group set by the last layer built (parallel_3d/_operation.py:452), and
-  fail in a 3d classifier's backward pass on ranks off the cube's diagonal
-  (parallel_3d/_operation.py:135).
+The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py), which
+`upstream_layers` repairs for scripts of users, are not used: they communicate every bias and layer
+norm weight of a 2d or 2.5d model in the forward and backward pass of every micro-batch. Here these
+are sharded like the activations, and `sum_partial_gradients` sums their gradients once per step.
 
 Shape suffixes: B samples, N tokens, D channels of this rank; R ranks; [...] leading dimensions.
 """

@@ -211,7 +211,7 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
     """
     parallel = parallel or {}
     stages = parallel.get("pipeline", 1)
-    # Upstream's tests write a dict.
+    # Upstream's own configs write a dict.
     if (stages.get("size") if isinstance(stages, Mapping) else stages) != 1:
         raise UserError(
             f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1"

@@ -301,17 +301,27 @@ LAYOUTS = {
     "2.5d of depth 2": (8, "dict(size=8, mode='2.5d', depth=2)"),
     "3d": (8, "dict(size=8, mode='3d')"),
 }
-BY_LAYOUT = pytest.mark.parametrize(
-    "layout", [name if name in ("1d", "dp2 x 1d", "2d") else slow(name) for name in LAYOUTS]
-)
+SPLIT_CLASSES = ", vocab_parallel_limit=1"
+# layout, optimizer, arguments of the classifier
+QUICK = [
+    ("1d", SGD, ""),
+    ("1d", SGD, SPLIT_CLASSES),
+    ("dp2 x 1d", OWN_LAMB, ""),
+    ("2d", SGD, ""),
+    ("2d", OWN_LAMB, ""),
+    ("2d", SGD, SPLIT_CLASSES),
+]
+CURVES = [
+    (layout, *variant)
+    for layout in LAYOUTS
+    for variant in ((SGD, ""), (OWN_LAMB, ""), (SGD, SPLIT_CLASSES))
+]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "head"),
-    [(SGD, ""), (OWN_LAMB, ""), (SGD, ", vocab_parallel_limit=1")],
-    ids=["sgd", "lamb", "split classes"],
+    ("layout", "optimizer", "head"),
+    [*QUICK, *(slow(*row) for row in CURVES if row not in QUICK)],
 )
-@BY_LAYOUT
 def test_colossal_ais_layers_train_as_in_one_process(layout, optimizer, head):
     figures, weights = curve(*LAYOUTS[layout], optimizer, head)
     expected_figures, expected_weights = curve(*ALONE, optimizer)
@@ -322,7 +332,7 @@ def test_colossal_ais_layers_train_as_in_one_process(layout, optimizer, head):
 
 
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE"])
-@BY_LAYOUT
+@pytest.mark.parametrize("layout", ["2d", *(slow(name) for name in LAYOUTS if name != "2d")])
 def test_colossal_ais_layers_train_in_half_precision(layout, mode):
     fp16 = f"dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')"
     figures, _ = curve(*LAYOUTS[layout], SGD, fp16=fp16)

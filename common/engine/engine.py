@@ -243,6 +243,7 @@ def _build_step_optimizer(
     # Views of the batch norms' running statistics: a skipped step must not spoil them.
     buffers = persistent_buffers(model).values()
     wrapped.statistics = [buffer.flatten() for buffer in buffers if buffer.is_floating_point()]
+    wrapped.zero_grad()  # notes the statistics: a script's first step may do without
     return wrapped
 
 

@@ -23,13 +23,16 @@ def update(engine: Engine, gradient: float) -> None:
     engine.step()
 
 
-def test_batch_norms_do_not_count_what_is_not_finite():
+@pytest.mark.parametrize("begins_with_zero_grad", [True, False])
+def test_batch_norms_do_not_count_what_is_not_finite(begins_with_zero_grad):
     with launched():
         engine, *_ = initialize(norm := nn.BatchNorm1d(3), build_optimizer(norm))
-        engine.zero_grad()
+        if begins_with_zero_grad:
+            engine.zero_grad()
         engine.backward(engine(torch.full((2, 3), torch.inf)).sum())
         engine.step()
-    assert torch.equal(norm.running_var, torch.ones(3))
+    assert torch.equal(norm.running_var, torch.ones(3))  # else NaN
+    assert torch.equal(norm.running_mean, torch.zeros(3))  # else infinite
 
 
 def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():

@@ -1,6 +1,7 @@
 """Mixed precision: what a config asks for, the dtypes of a step, and training near float32."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,6 +90,47 @@ def test_types(fp16, dtype, in_half, monkeypatch):
     tensors["grad"] = model[0].weight.grad
     expected = dict.fromkeys(tensors, FLOAT32) | dict.fromkeys(in_half, dtype)
     assert {name: tensor.dtype for name, tensor in tensors.items()} == expected
+
+
+class Scaled(nn.Module):
+    """A layer that owns a parameter, and has a batch norm as a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.norm(x)
+
+
+def running_statistics(build_last: Callable[[], nn.Module], fp16: Any) -> torch.Tensor:
+    """Return a batch norm's running mean and variance after three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), build_last())
+    with launched(fp16=fp16):
+        engine, *_ = initialize(model, build_optimizer(model, "sgd"), nn.CrossEntropyLoss())
+        engine.train()
+        for _ in range(3):
+            engine.execute_schedule(iter([(3 + torch.randn(8, 4), torch.arange(8) % 3)]))
+            engine.step()
+            engine.zero_grad()
+    return torch.stack(list(model.buffers())[:2])
+
+
+@pytest.mark.parametrize("build_last", [lambda: nn.BatchNorm1d(3), Scaled])
+@pytest.mark.parametrize(
+    "fp16",
+    [
+        MODES["NAIVE bfloat16"],
+        dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="float16"),
+    ],
+)
+def test_running_statistics_are_near_float32s(fp16, build_last):
+    """Those of copies in half precision would be lost: an evaluation would see the first, 0, 1."""
+    expected = running_statistics(build_last, None)
+    assert (expected - torch.tensor([[0.0], [1.0]])).abs().min() > 0.1
+    torch.testing.assert_close(running_statistics(build_last, fp16), expected, rtol=0.02, atol=0)
 
 
 IN_PARALLEL = ("TORCH bfloat16", "TORCH float16", "NAIVE float16", "APEX O3 bfloat16")

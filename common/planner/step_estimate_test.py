@@ -145,3 +145,20 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(
         max(measured), rel=0.1
     )
+
+
+def test_a_gpu_keeps_a_byte_of_dropouts_masks_where_a_cpu_keeps_four():
+    config = build_config(1, model=TINY | {"dropout": 0.1}, fp16=None)
+    on_cpu, on_gpu = (
+        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
+    )
+    assert on_cpu > 1.2 * on_gpu
+
+
+def test_a_gpus_autocast_keeps_four_bytes_of_what_a_layer_norm_reads_where_a_cpus_keeps_two():
+    mixer = {"timm": "mixer_s32_224", "image_size": 224}  # 17 of 49 tokens of width 512
+    config = build_config(1, model=mixer, fp16=TORCH | {"dtype": "bfloat16"})
+    on_cpu, on_gpu = (
+        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
+    )
+    assert on_gpu - on_cpu == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)

@@ -46,6 +46,19 @@ def test_a_table_makes_the_data_set_of_the_folders(tmp_path, delimiter, header, 
     assert made == expected
 
 
+def test_a_corrected_label_is_another_job(tmp_path):
+    root = write_images(tmp_path / "images", 5, ("images",))
+    table = tmp_path / "labels.csv"
+    rows = [f"images/000{number}.jpg,{label}" for number, label in enumerate("abbaa")]
+    words = [str(root), str(tmp_path / "made"), "--workers=1", f"--labels={table}"]
+    table.write_text("\n".join(["path,label", *rows]))
+    main(words)
+    rows[3] = "images/0003.jpg,b"
+    table.write_text("\n".join(["path,label", *rows]))
+    with pytest.raises(UserError, match="made: holds a data set made with other files"):
+        main(words)
+
+
 START = "path,label,split\n1,a,train\n2,b,train\n3,b,"
 ROWS = "name,label\n1,a\n2,b\n3,b\n"
 

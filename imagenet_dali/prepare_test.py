@@ -1,10 +1,12 @@
 """The preparation command: the data set that it makes, its refusals, and a kill in the middle."""
 
 import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +16,8 @@ from PIL import Image
 from common.errors import UserError
 from common.files import ROOT
 from common.shards.dataset import open_split
-from common.shards.prepare import main, prepare
+from common.shards.prepare import main, plan_shards, prepare
+from common.shards.source import ImageListing
 from common.testing.commands import has_ended, read_folder, wait_until
 from imagenet_dali.testing import jpeg, write_images
 
@@ -158,6 +161,14 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])
     assert read_folder(tmp_path) == before
+
+
+def test_shards_that_do_not_divide_the_images_have_all_of_them():
+    files = [(f"{number}.jpg", number % 2) for number in range(50)]
+    source = ImageListing(Path("x"), ["a", "b"], {"train": files[:40], "validation": files[40:]})
+    plan = plan_shards(source, 7)
+    assert [len(shard) for shard in plan.values()] == [5, 6, 6, 5, 6, 6, 6, 5, 5]
+    assert sorted(itertools.chain(*plan.values())) == sorted(files)
 
 
 NAMES = ["Cat", "cat", "-x", " b ", "100 %s", "a,b;c|d=e", "'a' \"b\"", "<b>&amp;", "\u00e9"]

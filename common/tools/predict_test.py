@@ -88,6 +88,19 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     assert np.isnan(table["features"]).sum(1).tolist() == [32, 32, 32, 0]
 
 
+def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(predict, "BATCH", 2)
+    noise = np.random.default_rng(2)
+    pictures = [Image.fromarray(noise.integers(0, 256, (20, 20, 3), np.uint8)) for _ in range(3)]
+    for number, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{number}.png")
+    file = tmp_path / "features.npy"
+    predict.main([str(run), str(tmp_path), "--features", str(file)])
+    weights = open_run(str(run)).load_weights()
+    logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
+    torch.testing.assert_close(logits, timm_logits(run, pictures), rtol=0, atol=0.02)
+
+
 def test_a_file_of_features_is_refused_before_the_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "find_spec", lambda module: None)
     for name, message in {

@@ -187,7 +187,8 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
         "versions": {"python": "3.11", "timm": "1.0", "wandb": None},
         "hardware": CPU,
     }
-    records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
+    # the best evaluation is not the last
+    records = [train(5, loss=3.0), evaluation(5, 0.875), train(10, loss=1.5), evaluation(10, 0.75)]
     records[2]["noise_scale"] = 1934.4
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
     row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,1.0000,8'

@@ -6,6 +6,7 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
+from timm.optim.lamb import Lamb as TimmLamb
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, AdamW
@@ -74,6 +75,45 @@ def test_equals_colossalais_repaired_schedules(name, reference, total, warmup):
     theirs = learning_rates(lambda sgd: reference(sgd, total, warmup_steps=warmup), total)
     assert mine == pytest.approx(theirs, rel=1e-9)
     assert mine[warmup] == PEAK
+
+
+def test_the_floor_and_the_start_of_the_warm_up_are_rates_of_the_highest_group():
+    """Other groups, as of layer decay, have the same share of their own rate."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    sgd = SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=1.0)
+    options = dict(cooldown_steps=2, min_lr=0.2, warmup_lr=0.1)
+    schedule = build_lr_scheduler(sgd, "linear", 10, 4, **options)
+    rates = []
+    for _ in range(10):
+        rates.append([group["lr"] for group in sgd.param_groups])
+        sgd.step()
+        schedule.step()
+    # from 0.1 up to 1 in four steps, in four down to 0.2, and two more there
+    head = [0.1, 0.325, 0.55, 0.775, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert [rate for _, rate in rates] == pytest.approx(head)
+    assert [rate for rate, _ in rates] == pytest.approx([0.1 * rate for rate in head])
+
+
+@pytest.mark.parametrize(("name", "first"), [("linear", 1 / 5), ("cosine", 1 / 4), ("timm", 0)])
+def test_the_floor_does_not_bound_the_warm_up(name, first):
+    rates = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, 8, 4, min_lr=PEAK / 2), 1)
+    assert rates == pytest.approx([first * PEAK])
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "options"),
+    [
+        ("adamw", AdamW, ("betas", "eps")),
+        ("muon", AdamW, ("betas", "eps")),  # of what is no matrix
+        ("muon", torch.optim.Muon, ("momentum",)),
+        ("lamb", TimmLamb, ("betas",)),
+        ("sgd", SGD, ("dampening", "nesterov")),
+    ],
+)
+def test_defaults_are_those_of_torch_and_timm(name, reference, options):
+    theirs = reference([nn.Parameter(torch.zeros(2, 2))], lr=1.0).defaults
+    mine = OPTIMIZERS[name].defaults
+    assert {key: mine[key] for key in options} == {key: theirs[key] for key in options}
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,12 @@ def test_variants_and_options_are_those_of_colossalai_and_timm(ours, theirs, sca
         for mine, other in zip(*(optimizer.param_groups for optimizer in pair), strict=True):
             for a, b in zip(mine["params"], other["params"], strict=True):
                 assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize(("size", "ratio"), [(1e-6, 0.01), (2.0, 2.0), (100.0, 10.0)])
+def test_deepspeeds_trust_ratio_is_within_a_hundredth_and_ten(size, ratio):
+    """Each step in the direction of 1s is as long as ``ratio`` of the weight's ``size``."""
+    param = nn.Parameter(torch.full((4,), size))
+    param.grad = torch.ones(4)
+    Lamb([param], lr=0.5, variant="deepspeed").step()
+    torch.testing.assert_close(param.detach(), torch.full((4,), size - 0.5 * ratio))

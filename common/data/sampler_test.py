@@ -1,9 +1,20 @@
+from collections import Counter
+from collections.abc import Iterable
+from itertools import combinations, pairwise
+
 import numpy as np
 import pytest
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from common.data.sampler import PADDING, EvalSampler, TrainSampler, epoch_order, window_bytes
+from common.data.sampler import (
+    PADDING,
+    Draw,
+    EvalSampler,
+    TrainSampler,
+    epoch_order,
+    window_bytes,
+)
 from common.resolutions import Resolution
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
@@ -98,6 +109,63 @@ def test_a_process_holds_as_many_blocks_as_its_window(dp_size):
             assert len(held) <= window_bytes(1, 4, dp_size) == 4 * 64 // dp_size
             if is_last:
                 held.remove(first)
+
+
+def reads_of(draws: Iterable[Draw]) -> list[tuple[int, int]]:
+    """Return the parts of blocks that are read, [first, end), each time one begins to be held."""
+    reads = []
+    held = set()
+    for draw in draws:
+        for first, end, is_last in draw.spans.tolist():
+            if first not in held:
+                reads.append((first, end))
+            held.add(first)
+            if is_last:
+                held.remove(first)
+    return reads
+
+
+@pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (8, 1), (64, 1), (2, 2)])
+def test_a_block_is_read_once_an_epoch_by_one_process(dp_size, repeats):
+    """Of 64 streams of about 16 blocks, two that meet share a block, each with its own part."""
+    blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
+    samples = int(blocks[-1])
+    micro_batch = min(8, 64 // dp_size)
+    ranks = build(samples, 64, micro_batch, dp_size, blocks=blocks, window=4, repeats=repeats)
+    reads = sorted(read for rank in ranks for read in reads_of(rank.draws(epoch=2)))
+    assert all(end <= first for (_, end), (first, _) in pairwise(reads))
+    drawn = samples // 64 * 64 // repeats
+    assert drawn <= sum(end - first for first, end in reads) <= drawn + 64 * 15
+
+
+@pytest.mark.parametrize(("dp_size", "times"), [(64, 1), (3, 2), (6, 2), (128, 2)])
+def test_numbers_of_processes_that_do_not_divide_64_read_some_blocks_twice(dp_size, times):
+    ranks = build(10_000, 384, 1, dp_size, blocks=np.arange(0, 10_001, 10))
+    counts = Counter(read for rank in ranks for read in reads_of(rank.draws(0)))
+    assert max(counts.values()) == times
+
+
+def test_a_resumed_epoch_reads_no_more_than_the_rest():
+    blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
+    samples = int(blocks[-1])
+    for rank in build(samples, 64, 8, 8, blocks=blocks, window=4):
+        whole = reads_of(rank.draws(2))
+        rest = reads_of(rank.draws(2, samples // 128 * 64))
+        # the second half, and the blocks that are in use: 8 streams with 4 each
+        assert len(rest) <= len(whole) / 2 + 4 * 8
+        assert {*rest} < {*whole}
+
+
+def test_blocks_are_mixed_and_differ_by_epoch_and_seed():
+    blocks = np.arange(0, 12_801, 100)
+    orders = []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        sampler = TrainSampler(12_800, 128, 128, seed=seed, blocks=blocks, window=4)
+        orders.append(np.stack([draw.indices // 100 for draw in sampler.draws(epoch)]))
+    # 32 streams with 4 of the 128 blocks at a time
+    assert np.mean([len(np.unique(batch)) for batch in orders[0]]) > 60
+    # that a draw is of the same block is a chance of 1 in 128, in one order of blocks 1 in 4
+    assert max((one == other).mean() for one, other in combinations(orders, 2)) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,19 @@ def test_what_holds_no_weights_is_refused(tmp_path):
         with pytest.raises(UserError, match=f"{tmp_path / name}: .*{words}") as raised:
             open_source(str(tmp_path / name))
         assert "\n" not in str(raised.value)
+
+
+def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
+    settings = ("EMA=0.9", "MODEL.dropout=0.1")
+    train(data, tmp_path / "head", f"INIT={trained}", "FREEZE=body", *settings)
+    source = open_run(str(trained)).load_weights()
+    last = newest_checkpoint(tmp_path / "head" / "checkpoints")
+    for raw in (False, True):
+        weights = open_run(str(last), raw=raw).load_weights()
+        changed = {key for key in source if not torch.equal(weights[key], source[key])}
+        assert changed == {"head.weight", "head.bias"}
+    moments = {entry.partition("/")[2] for entry in load_file(last / "optimizer.safetensors")}
+    assert moments == {"head.weight", "head.bias"}
+    train(data, tmp_path / "whole", *settings, "NUM_EPOCHS=3", flags=["--resume", str(last)])
+    tuned = open_run(str(tmp_path / "whole"), raw=True).load_weights()
+    assert [key for key in source if torch.equal(tuned[key], source[key])] == []

@@ -4,19 +4,23 @@ import pytest
 import timm
 import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import load_pretrained
 from common.config.load import load_config
+from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model, build_on_meta
 from common.model.flops import flops_per_image
 from common.testing.parity_cases import CASES
-from common.testing.ranks import run_ranks, slow
+from common.testing.ranks import launched, run_ranks, slow
 from common.testing.tiny_task import train
 from common.tools import evaluate, export
+from common.training import build_training
 
 VIT = dict(image_size=32, depth=2, embed_dim=48, num_heads=2)
 RESNET = dict(timm="resnet18", image_size=32)
@@ -34,6 +38,85 @@ def test_several_processes_train_it_as_one(mode, data, tmp_path):
     one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
     for mine, other in zip(several, one, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+CONVNETS = {
+    "batch norms": dict(timm="test_resnet", image_size=32),
+    "layer norms": dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1)),
+}
+Losses = list[float]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return three batches of 8 images, with their classes, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(3, 8, 3, 32, 32, generator=generator, dtype=torch.float64)
+    return [(batch, torch.arange(8) % 5) for batch in images]
+
+
+def build_double(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build_model(**CONVNETS[name], num_classes=5).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # heads that begin at 0
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def train_here(name: str) -> tuple[Losses, Losses, dict[str, Tensor]]:
+    """Return losses and gradient norms of this rank's share of the batches, and buffers at last."""
+    losses, norms = [], []
+    config = dict(LEARNING_RATE=1e-3, WEIGHT_DECAY=0.1, OPTIMIZER=dict(name="adamw"))
+    with launched():
+        model = build_double(name)
+        engine = build_training(config, F.cross_entropy, model=model).engine
+        rank, size = gpc.get_global_rank(), gpc.get_world_size(ParallelMode.DATA)
+        engine.train()
+        for images, labels in batches():
+            engine.zero_grad()
+            loss = F.cross_entropy(engine(images.chunk(size)[rank]), labels.chunk(size)[rank])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.optimizer.grad_norm.item())
+        return losses, norms, {key: buffer.clone() for key, buffer in model.named_buffers()}
+
+
+def train_timms(name: str, parts: int) -> tuple[Losses, Losses, dict[str, Tensor]]:
+    """Train timm's model with torch's AdamW in one process; batch norms see a part of a batch.
+
+    The buffers are those after the first parts alone.
+    """
+    arguments = {key: value for key, value in CONVNETS[name].items() if key in ("timm", "depths")}
+    model = timm.create_model(arguments.pop("timm"), num_classes=5, **arguments).double()
+    model.load_state_dict(build_double(name).state_dict())
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    losses, norms = [], []
+    for images, labels in batches():
+        optimizer.zero_grad()
+        before = None
+        total = 0
+        for part, wanted in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+            total += F.cross_entropy(model(part), wanted) / parts
+            before = before or {key: buffer.clone() for key, buffer in model.named_buffers()}
+        total.backward()
+        for key, buffer in model.named_buffers():
+            buffer.copy_(before[key])
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        optimizer.step()
+        losses.append(total.item())
+    return losses, norms, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", CONVNETS)
+def test_two_processes_train_a_convnet_as_timms_in_one(name):
+    """Batch norms that are not synchronised count the images of the first rank."""
+    losses, norms, buffers = train_timms(name, 2)
+    by_rank = run_ranks(2, train_here, name)
+    means = [sum(of_ranks) / 2 for of_ranks in zip(*(rank[0] for rank in by_rank), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-6)
+    assert all(rank[1] == pytest.approx(norms, rel=1e-6) for rank in by_rank)
+    torch.testing.assert_close(by_rank[0][2], buffers, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", [RESNET, slow(DINO), slow(dict(timm=BEIT, **VIT))])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from psutil import Process, wait_procs
+from psutil import Process, process_iter, wait_procs
 
 from common.checkpoint.save import newest_checkpoint
 from common.files import ROOT
@@ -254,6 +254,24 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     answer = run(command, PYTHONPATH=str(ROOT), HOST="elsewhere", PATH=path, **slurm)
     one, other = re.findall(r"weights (\S+) of 2", answer.stdout)
     assert one == other
+
+
+def test_when_a_rank_under_srun_is_killed_the_other_ends_and_says_so_in_one_line(
+    slurm, data, tmp_path
+):
+    """No launcher tells the other: srun waits for all."""
+    with training(f"srun -n 2 {sys.executable}", tmp_path, DATA=data, **slurm) as launcher:
+        # they are the node's children, not srun's
+        ranks = {}
+        for process in process_iter(["cmdline", "environ"]):
+            if f"--output={tmp_path}/run" in (process.info["cmdline"] or ()):
+                ranks.setdefault((process.info["environ"] or {}).get("SLURM_PROCID"), process)
+        ranks["0"].kill()
+        assert not wait_procs([ranks["0"], ranks["1"]], timeout=60)[1]
+        printed = launcher.communicate(timeout=60)[0]
+    (line,) = [line for line in printed.splitlines() if line.startswith("error: of 2 processes")]
+    assert "rank 0 is missing, see its output; rank 1 was at 'step " in line
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Try the careless lines of mutations.txt: each has to fail a test. By hand, minutes for a few.
+
+python scripts/mutate.py [WORD]    # those of whose five lines one has WORD
+
+A mutation is five lines: what a user would get; files; a text in them; what replaces it; the words
+of pytest that should fail. The files are changed in place, and restored after its tests.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CAUGHT = {0: "SURVIVED", 1: "caught"}  # by pytest's exit status; others did not run the tests
+
+
+def main(word: str = "") -> None:
+    for block in Path(__file__).with_name("mutations.txt").read_text().strip().split("\n\n"):
+        if word in block:
+            title, files, old, new, tests = (line.strip() for line in block.splitlines())
+            status = try_mutation([ROOT / file for file in files.split()], old, new, tests)
+            print(f"{CAUGHT.get(status, f'status {status}')}: {title}", flush=True)
+
+
+def try_mutation(files: list[Path], old: str, new: str, tests: str) -> int:
+    """Return pytest's exit status with ``new`` in the place of ``old``."""
+    sources = {file: file.read_text() for file in files}
+    command = [sys.executable, "-m", "pytest", "-x", *shlex.split(tests)]
+    try:
+        for file, source in sources.items():
+            assert source.count(old) == 1, f"{file}: {source.count(old)} times {old}"
+            file.write_text(source.replace(old, new))
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+    finally:
+        for file, source in sources.items():
+            file.write_text(source)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

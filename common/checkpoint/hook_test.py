@@ -229,6 +229,23 @@ def test_on_other_data_the_best_starts_anew(data, tmp_path):
     assert open_run(str(run)).checkpoint.name == "step-00000008"
 
 
+def test_by_another_metric_the_best_starts_anew(data, tmp_path):
+    """A top-1 above 0 is above any loss, whose sign is turned."""
+    settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=1"]  # whose evaluations are equal
+    run = tmp_path / "run"
+    train(data, run, settings)
+    train(data, run, [*settings, "NUM_EPOCHS=2", "BEST=loss"])
+    assert open_run(str(run)).checkpoint.name == "step-00000008"
+
+
+def test_a_branch_marks_its_own_best(data, tmp_path):
+    settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=1"]  # whose evaluations are equal
+    train(data, tmp_path / "run", settings)
+    last = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    train(data, tmp_path / "branch", [*settings, "NUM_EPOCHS=2"], None, f"--resume={last}")
+    assert open_run(str(tmp_path / "branch")).chosen == "the best"
+
+
 def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatch):
     """The checkpoints of a slow disk, written while training continues, equal those of a fast
     one.

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.resume import check_changes, choose_checkpoint
+from common.checkpoint.content import read_config
+from common.checkpoint.resume import add_start, check_changes, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.load import restore_config
 from common.errors import UserError
@@ -115,3 +116,24 @@ def test_what_the_state_depends_on_never_changes(tmp_path, setting):
         UserError, match=f"{setting}.*: .* keep .*, or start another run with --output DIR .--init"
     ):
         check_changes(path, changed, tmp_path / "branch", [setting.partition("=")[0]])
+
+
+def test_a_resumed_run_keeps_the_first_init_and_says_what_changed(tmp_path):
+    path = checkpoint_path(tmp_path / "checkpoints", 9)
+    write_checkpoint(path, build_content(9, 1.0, "INIT=timm/vit"))
+    about = build_about("INIT=None", "LEARNING_RATE=0.3", "LOG.every=3") | {"started": 1.0}
+    about["plan"]["gpus"] = 2
+    kept = add_start(about, path)
+    assert kept["config"]["INIT"] == "timm/vit"
+    first, second = kept["starts"]
+    assert first["step"] == 0
+    assert (second["step"], second["from"]) == (9, str(path))
+    before = build_about()["config"]["LEARNING_RATE"]
+    assert second["changed"] == {"LEARNING_RATE": (before, 0.3), "processes": (1, 2)}
+
+
+def test_a_run_that_does_not_say_how_it_was_split_was_split_by_count():
+    about = build_about()
+    del about["config"]["DATA"]["split"]
+    assert read_config(Path("run"), about)["DATA"]["split"] == "counted"
+    assert "split" not in about["config"]["DATA"]

@@ -7,6 +7,7 @@ import pytest
 from common.config.load import load_config
 from common.config.plan import build_plan
 from common.engine.tensor_parallel.layout import resolve_parallel
+from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.planner.cluster import Cluster
 from common.planner.prediction import Planner, Prediction, check_limits
@@ -56,6 +57,33 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
         ("1d 3", 6),
         ("2d 3 x 3", 18),
     ]
+
+
+HALF = {"mode": AMP_TYPE.TORCH}
+
+
+@pytest.mark.parametrize(
+    ("keys", "teraflops"),
+    [
+        ({"fp16": HALF}, 989.4),
+        ({"fp16": None, "TF32": True}, 494.7),
+        ({"fp16": None, "TF32": False}, 66.9),
+    ],
+)
+def test_a_gpus_rate_is_a_fifth_of_its_data_sheets_in_the_configs_precision(keys, teraflops):
+    planner = build_planner(build_config() | keys, 8, Cluster(gpu="H100"))
+    assert planner.rate == pytest.approx(0.2 * teraflops * 1e12)
+
+
+def test_a_measured_rate_is_that_of_the_whole_model_however_the_run_splits_it():
+    measured = Cluster(images_per_s=1000.0)
+    split = {"parallel": resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 2)}
+    config = build_config()
+    whole = build_planner(config, 2, measured).rate
+    assert build_planner(config | split, 2, measured).rate == whole
+    # multiplications and additions, forward and backward: about 6 for each parameter and token
+    blocks = 2 * 12 * 384**2
+    assert whole == pytest.approx(1000 * 6 * blocks * 197, rel=0.2)
 
 
 def test_what_is_not_compiled_has_one_speed():
@@ -112,3 +140,22 @@ def test_a_model_is_refused_for_what_it_needs_at_least(split):
         UserError, match="e[+]11 parameters take 1,099.7 GB per process, more than the 1.0 GB here"
     ):
         check_limits(config, build_plan(config, 2, None), 1e9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        ([], 4),  # weights, gradients and two moments
+        (["FREEZE=body"], 1),
+        (["OPTIMIZER.name=muon"], 3),  # matrices have one moment
+        (["OPTIMIZER.name=sgd", "OPTIMIZER.momentum=0"], 2),
+        (["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O3')"], 2),  # in half precision
+    ],
+)
+def test_the_least_memory_is_that_of_weights_gradients_and_moments(settings, numbers):
+    config = load_config("quickstart", ["MODEL.width=65536", *settings])
+    parameters = 4 * 8 * 65536**2  # of four blocks
+    plan = build_plan(config, 1, None)
+    check_limits(config, plan, 1.01 * 4 * numbers * parameters)
+    with pytest.raises(UserError, match="per process, more than"):
+        check_limits(config, plan, 0.99 * 4 * numbers * parameters)

@@ -162,3 +162,24 @@ def test_a_gpus_autocast_keeps_four_bytes_of_what_a_layer_norm_reads_where_a_cpu
         estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
     )
     assert on_gpu - on_cpu == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)
+
+
+def test_averages_take_as_much_as_the_weights():
+    config = build_config(1, fp16=None)
+    plain, averaged = (estimate_step(config | {"EMA": ema}, 1, 8) for ema in (None, 0.9))
+    assert averaged.weights == 2 * plain.weights
+    assert averaged.peak == plain.peak + plain.weights
+
+
+def test_the_default_precision_is_that_of_the_device_that_is_planned(monkeypatch):
+    """A GPU has bfloat16, also if it is planned on a CPU without."""
+    monkeypatch.setattr("common.engine.amp.is_fast", lambda _: False)
+    precise, default = (
+        estimate_step(build_config(1, fp16=fp16), 1, 256, device="cuda") for fp16 in (None, TORCH)
+    )
+    assert default.activations < 0.8 * precise.activations
+
+
+def test_micro_batches_between_the_first_and_the_last_are_counted():
+    few, many = (estimate_step(build_config(1, fp16=None), 1, 8, times) for times in (3, 30))
+    assert many.flops == 10 * few.flops

@@ -19,7 +19,7 @@ from sklearn.metrics import (
 )
 from torchvision.datasets import ImageFolder
 
-from common.checkpoint.saved_run import SavedRun
+from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.plan import DataSummary
 from common.engine.groups import shutdown
 from common.errors import UserError
@@ -52,6 +52,30 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, mo
     assert 1 / 7 < read(run)["top1"] < 1
     evaluate_run(run, "--set=fp16=None")
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
+
+
+def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_path):
+    run = train(data, tmp_path / "run", "EMA=0.9")
+    evaluate_run(run)
+    evaluate_run(run, "--raw", "--output", tmp_path / "raw")
+    averages, weights = read(run), json.loads((tmp_path / "raw" / "evaluation.json").read_text())
+    assert metrics_of(averages) == metrics_of(read_metrics(run)[-1])  # as in training
+    assert averages["loss"] != weights["loss"]
+    for record, raw in ((averages, False), (weights, True)):
+        assert record["weights"] == open_run(str(run), raw=raw).weights
+    assert averages["weights"] != weights["weights"]
+
+
+def test_the_classes_of_the_lowest_recall_are_printed(run, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "SHOWN_CLASSES", 2)
+    evaluate_run(run)
+    said = capsys.readouterr().out
+    assert "the 2 of 7 classes with the lowest recall" in said
+    with open(run / "evaluation" / "step-00000010" / "classes.csv", newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: (float(row["recall"]), row["class"]))
+    assert float(rows[0]["recall"]) < float(rows[-1]["recall"])
+    shown = [line.split("|")[2].strip() for line in said.splitlines() if line[:1] == "|"]
+    assert shown[2:4] == [row["class"] for row in rows[:2]]
 
 
 def test_equals_it_in_two_processes(run, tmp_path):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.content import read_config
-from common.checkpoint.resume import add_start, check_changes, choose_checkpoint
+from common.checkpoint.resume import add_start, check_changes, check_data, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.load import restore_config
+from common.config.plan import DataSummary
 from common.errors import UserError
 from common.testing.checkpoints import build_about, build_content
 
@@ -73,6 +74,21 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys):
     # it must not start from nothing
     with pytest.raises(UserError, match="none of the 2 checkpoints can be resumed"):
         choose_checkpoint("auto", tmp_path)
+
+
+def test_another_data_set_is_refused_unless_allowed(tmp_path, capsys):
+    (path,) = write(tmp_path, 9)
+    check_data(path, DataSummary(61, 10, 3, fingerprint="same"), [])
+    other = DataSummary(60, 10, 3, fingerprint="other")
+    said = r"\(61 training images then, 60 now\).*--allow-change DATA.root"
+    with pytest.raises(UserError, match=said):
+        check_data(path, other, [])
+    assert capsys.readouterr().out == ""
+    check_data(path, other, ["DATA.root"])
+    assert capsys.readouterr().out == (
+        "DATA.root is another data set from here on (61 training images then, 60 now); the best "
+        "starts anew\n"
+    )
 
 
 def test_another_run_is_not_written_over(tmp_path):

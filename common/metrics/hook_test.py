@@ -1,18 +1,22 @@
 """A train record against a clock of which every second is known."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.config.plan import Plan
 from common.engine.engine import initialize
 from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
-from common.metrics.metrics_file import read_metrics
+from common.metrics.metrics_file import Metrics, read_metrics
 from common.resolutions import Resolution
 from common.testing.ranks import launched
 
@@ -29,33 +33,83 @@ def tick() -> float:
     return CLOCK.now
 
 
-def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):
+PLAN = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
+PLAN = replace(PLAN, resolutions=(Resolution(1, 8, 4, 2), Resolution(2, 16, 4, 2)))
+
+
+@dataclass
+class Trained:
+    records: list[Metrics]
+    model: nn.Linear
+    losses: list[float]  # of each micro-batch
+
+
+def fit(folder: Path, monkeypatch: pytest.MonkeyPatch, *hooks: Any) -> Trained:
+    """Train for four steps, of which the third is the last of an epoch; record it and the last."""
     monkeypatch.setattr(
         hook, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now, time=lambda: 0.0)
     )
     monkeypatch.setattr("common.engine.trainer.time", SimpleNamespace(perf_counter=tick))
-    plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
-    plan = replace(plan, resolutions=(Resolution(1, 8, 4, 2), Resolution(2, 16, 4, 2)))
+    losses = []
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(logits, labels)
+        losses.append(loss.item())
+        return loss
+
     with launched(gradient_accumulation=2, LOG={"noise_scale": True}):
         model = nn.Linear(3, 2)
         model.register_forward_hook(lambda *_: let_pass(1))
         model.weight.register_hook(lambda _: let_pass(3))  # in the backward pass
         batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 6
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)
+        engine, batches, *_ = initialize(model, optimizer, criterion, batches, batches)
         logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)
-        metrics = MetricsHook(plan, tmp_path, peak_samples_per_s={8: 8, 16: 16}, **logging)
+        metrics = MetricsHook(PLAN, folder, peak_samples_per_s={8: 8, 16: 16}, **logging)
         # An evaluation lies between two records.
-        Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
-    lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
+        Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics, *hooks])
+    lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    return Trained(lines, model, losses)
+
+
+def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):
+    trained = fit(tmp_path, monkeypatch)
+    lines = trained.records
     assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
     seconds = dict(forward_s=2, backward_s=6, samples_per_s=8 / 12, data_wait=2 / 12)
     for line, size in zip(lines, (8, 16), strict=True):
         expected = seconds | {"mfu": 8 / 12 / size, "image_size": size}
         assert {name: line[name] for name in expected} == pytest.approx(expected)
         assert 0.1 < line["peak_memory_gb"] < 100
-    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    losses = [fmean(trained.losses[:6]), fmean(trained.losses[6:])]
+    assert [line["loss"] for line in lines] == pytest.approx(losses)
+    norm = torch.cat([p.grad.flatten() for p in trained.model.parameters()]).norm().item()
     assert lines[-1]["grad_norm"] == pytest.approx(norm)
     assert (lines[-1]["lr"], lines[-1]["skipped"]) == (0.1, 0)
     # All micro-batches are equal: there is no noise.
     assert lines[-1]["noise_scale"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "loss"),
+    [
+        (1, 8.0),  # of two steps
+        (None, 6.0),  # the mean of the ranks'
+    ],
+)
+def test_the_first_record_after_a_resume_counts_earlier_steps_but_not_their_time(
+    rank, loss, tmp_path, monkeypatch
+):
+    states = [{"steps": 2, "micro_batches": 2, "loss": loss} for loss in (4.0, 8.0)]
+
+    def resume(trainer: Trainer) -> None:
+        trainer.load_state_dict({"step": 2, "epoch": 0, "epoch_step": 2, "evaluated_step": 0})
+        trainer.hooks[0].load_state_dict(states, rank)
+
+    checkpoint = BaseHook(priority=10)
+    checkpoint.before_train = resume
+    trained = fit(tmp_path, monkeypatch, checkpoint)
+    first = trained.records[0]
+    assert first["loss"] == pytest.approx((loss + fmean(trained.losses[:2])) / 3)
+    assert first["samples_per_s"] == pytest.approx(8 / 12)
+    assert (first["forward_s"], first["mfu"]) == pytest.approx((2, 8 / 12 / 8))

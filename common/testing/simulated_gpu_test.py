@@ -50,6 +50,10 @@ def losses(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [record["loss"] for record in read_metrics(output)]
 
 
+def records(output: Path) -> list[Any]:
+    return [record for record in read_metrics(output) if record["kind"] == "train"]
+
+
 def train(data: Path, output: Path, *settings: str) -> Waits:
     """Train on a simulated GPU; return where the host has waited."""
     gpu, curves.draw_curves = (
@@ -80,6 +84,9 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
     assert sorted(waits.keys() - ALLOWED) == []
     unseen = {"common/engine/zero.py:_apply_fsdp"}
     assert dtype != "float16" or waits.keys() | unseen == ALLOWED
+    # Two micro-batches, each phase of which takes 1 ms here.
+    phases = [(line["forward_s"], line["backward_s"]) for line in records(tmp_path / "whole")]
+    assert phases == [(pytest.approx(2e-3), pytest.approx(2e-3))] * len(phases)
     whole, found = (read_result(tmp_path / name) for name in ("whole", "pieces"))
     assert [file for file in whole if found[file] != whole[file]] == [
         "metrics.jsonl"

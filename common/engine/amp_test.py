@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.engine import amp
-from common.engine.amp import build_mixed_precision, compute_dtype
+from common.engine.amp import Cast, build_mixed_precision, compute_dtype
 from common.engine.engine import initialize
 from common.engine.upstream import AMP_TYPE, gpc
 from common.optim.build import build_optimizer
@@ -19,6 +19,7 @@ from common.testing.ranks import launched, run_ranks
 FLOAT32 = torch.float32
 FLOAT16 = torch.float16
 BFLOAT16 = torch.bfloat16
+OPERATIONS, LAYERS, ALL = Cast
 MODES = {
     "TORCH bfloat16": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"},
     "TORCH float16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"},
@@ -29,21 +30,22 @@ MODES = {
 
 
 @pytest.mark.parametrize(
-    ("fp16", "device", "dtype", "scale"),
+    ("fp16", "device", "dtype", "cast", "scale"),
     [
-        (None, "cuda", FLOAT32, None),
-        (dict(mode=AMP_TYPE.TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", FLOAT16, 8),
-        (dict(mode=AMP_TYPE.NAIVE, dtype=FLOAT16, enabled=False), "cuda", FLOAT16, None),
-        (dict(mode=AMP_TYPE.APEX, init_scale=8.0), "cpu", BFLOAT16, None),
-        (dict(mode=AMP_TYPE.APEX, opt_level="O0"), "cuda", FLOAT32, None),
-        (dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="float16"), "cpu", FLOAT16, 2**16),
-        (dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype=FLOAT16), "cuda", FLOAT16, None),
+        (None, "cuda", FLOAT32, None, None),
+        (dict(mode=AMP_TYPE.TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", FLOAT16, OPERATIONS, 8),
+        (dict(mode=AMP_TYPE.NAIVE, dtype=FLOAT16, enabled=False), "cuda", FLOAT16, LAYERS, None),
+        (dict(mode=AMP_TYPE.APEX, init_scale=8.0), "cpu", BFLOAT16, OPERATIONS, None),
+        (dict(mode=AMP_TYPE.APEX, opt_level="O0"), "cuda", FLOAT32, None, None),
+        (dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="float16"), "cpu", FLOAT16, LAYERS, 2**16),
+        (dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype=FLOAT16), "cuda", FLOAT16, ALL, None),
     ],
 )
-def test_config(fp16, device, dtype, scale, monkeypatch):
+def test_config(fp16, device, dtype, cast, scale, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda name: name == "bfloat16")
     precision = build_mixed_precision(fp16, device)
     assert (precision.dtype, compute_dtype(fp16, device)) == (dtype, dtype)
+    assert precision.cast == cast
     assert (precision.scaler and precision.scaler.get_scale()) == scale
     # of hundredfold time
     assert (precision.warning is not None) == (device == "cpu" and dtype == FLOAT16)
@@ -60,10 +62,12 @@ def test_weights_that_meet_padding_alone_have_no_gradient():
     """oneDNN's gradient of the other 8 weights of a kernel is what was in memory before."""
     precision = build_mixed_precision(MODES["TORCH bfloat16"], "cpu")
     layer = precision.apply(nn.Conv2d(24, 24, kernel_size=3, stride=2, padding=1))
-    for _ in range(2):  # the memory of a process is zeros at first
-        layer.zero_grad()
-        with precision.autocast(torch.device("cpu")):
-            layer(torch.ones(8, 24, 1, 1)).sum().backward()
+    with precision.autocast(torch.device("cpu")):
+        loss = layer(torch.ones(8, 24, 1, 1)).sum()
+    # Else what was in memory may be zeros.
+    filled = [torch.full((24, 24, 3, 3), 7.0, dtype=BFLOAT16) for _ in range(99)]
+    del filled
+    loss.backward()
     assert layer.weight.grad.count_nonzero() == 24 * 24
 
 

@@ -134,6 +134,14 @@ def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoc
     assert resumed == pytest.approx(rates()[9:])
 
 
+def test_what_a_hook_has_stopped_can_go_on():
+    def stop(trainer: Trainer) -> None:
+        trainer.stopping = True
+
+    trainer = fit([Recorder("after_train_iter", stop)])
+    assert (trainer.step, trainer.stopping) == (1, False)
+
+
 def statistics_in_evaluation() -> list[list[float]]:
     recorder = Recorder("before_test_iter", lambda t: next(t.engine.model.buffers()).tolist())
     fit([recorder], test_batches=1)

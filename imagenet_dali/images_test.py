@@ -77,6 +77,10 @@ ODD = {name: (data, Image.open(io.BytesIO(data))) for name, data in WARNED.items
     ),
     "CMYK JPEG": (encode(gradient().convert("CMYK")), gradient()),
     "rotated by EXIF": (jpeg(exif=exif(6)), gradient().transpose(Image.Transpose.ROTATE_270)),
+    "mirrored by EXIF": (
+        jpeg(exif=exif(2)),
+        gradient().transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    ),
     "PNG with alpha": (encode(gradient().convert("RGBA"), "PNG"), gradient()),
     "WebP": (encode(gradient(), "WEBP", lossless=True), gradient()),
     "16-bit PNG": (encode(Image.fromarray(WORDS), "PNG"), RAMP),

@@ -126,6 +126,14 @@ def test_a_table_that_does_not_fit_is_refused(table, capsys, content, flags, mes
     assert not (table.parent / "data").exists()
 
 
+def test_a_row_names_the_file_without_a_suffix_before_one_with(table, capsys):
+    (table.parent / "images/4").touch()
+    table.write_text(ROWS + "4,a\n")
+    with pytest.raises(UserError, match="rows or images without a match: 1, "):
+        main([f"{table.parent}/images", f"{table.parent}/data", f"--labels={table}"])
+    assert "4.jpg: no row" in capsys.readouterr().out
+
+
 def test_a_column_has_the_splits(table):
     table.write_text(START + "val\n4,a,testing\n")
     given = Data(root=f"{table.parent}/images", loader="torchvision", labels=str(table))

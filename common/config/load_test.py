@@ -193,7 +193,7 @@ REFUSED = {  # settings: what the message matches
     "WARMUP_LR=1; WARMUP_EPOCHS=1": "WARMUP_LR=1 is too large for .*, or add --set WARMUP_LR=None$",
     "WARMUP_LR=0": "^WARMUP_LR=0 has no effect with WARMUP_EPOCHS=0: leave",
     "MIXUP_OFF_EPOCHS=1": "^MIXUP_OFF_EPOCHS=1 has no effect with MIXUP=0.0 and CUTMIX=0.0: leave",
-    "MIXUP_OFF_EPOCHS=11; CUTMIX=1": "^MIXUP_OFF_EPOCHS=11 is too large for NUM_EPOCHS=10: leave",
+    "MIXUP_OFF_EPOCHS=10; CUTMIX=1": "^MIXUP_OFF_EPOCHS=10 is too large for NUM_EPOCHS=10: leave",
     "IMAGE_SIZES=[(1,16),(10,32)]": "^IMAGE_SIZES has 11 epochs, more than NUM_EPOCHS=10:",
     "IMAGE_SIZES={1:16}": "^IMAGE_SIZES={1: 16}: expected list of",
     "IMAGE_SIZES=[(1,)]": r"^IMAGE_SIZES=\[\(1,\)\]: expected list of \(epochs, pixels\) or",

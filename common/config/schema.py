@@ -3,6 +3,7 @@
 UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
+import operator
 import re
 import textwrap
 from typing import Annotated, Any, ClassVar, Literal
@@ -532,7 +533,7 @@ class Config(Section):
         return self
 
     def check_conflicts(self) -> None:
-        """Raise `UserError` for what `NO_EFFECT` or `AT_MOST` has, with the remedy."""
+        """Raise `UserError` for what `NO_EFFECT` or `LIMITS` has, with the remedy."""
         defaults = {name: field.default for name, field in known_keys().items()}
         values = defaults | flatten(self.model_dump())
         wrong = [
@@ -542,8 +543,8 @@ class Config(Section):
         ]
         wrong += [
             (name, "is too large for", [limit])
-            for name, limit in AT_MOST.items()
-            if (values[name] or 0) > values[limit]
+            for name, exceeds, limit in LIMITS
+            if exceeds(values[name] or 0, values[limit])
         ]
         for name, reason, others in wrong:
             # A key that is stated at its default has no effect to complain of: recipes state some.
@@ -570,12 +571,13 @@ NO_EFFECT = {
     "DATA.crop_scale": {"DATA.crop": "simple"},
     "DATA.crop_ratio": {"DATA.crop": "simple"},
 }
-# Keys, and those that they may not exceed.
-AT_MOST = {
-    "MIN_LR": "LEARNING_RATE",
-    "WARMUP_LR": "LEARNING_RATE",
-    "MIXUP_OFF_EPOCHS": "NUM_EPOCHS",
-}
+# A key, the comparison in which it is too large, and the key that it is compared with.
+LIMITS = (
+    ("MIN_LR", operator.gt, "LEARNING_RATE"),
+    ("WARMUP_LR", operator.gt, "LEARNING_RATE"),
+    # Nothing would be blended.
+    ("MIXUP_OFF_EPOCHS", operator.ge, "NUM_EPOCHS"),
+)
 
 
 def known_keys() -> dict[str, FieldInfo]:

@@ -33,7 +33,7 @@ from common.model.flops import flops_per_image
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments
 from common.planner.prediction import check_limits
 from common.task import Task, data_root, named_root, refuse_unused
-from common.text import print_wrapped
+from common.text import first_line, print_wrapped
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
@@ -301,15 +301,13 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         check_limits(config, plan, on_gpu or memory_bytes())
     model = config["MODEL"]
+    if model.get("sync_bn") and device == "cpu" and not is_dry_run:
+        raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
     for resolution in plan.resolutions:
         flops_per_image(model, image_size=resolution.image_size)  # refuses what it does not take
         check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
-    for key in ("MIXUP", "CUTMIX"):
-        if config[key] and plan.micro_batch == 1:
-            raise UserError(
-                f"{key}={config[key]}: a micro-batch is a single image; raise MICRO_BATCH_SIZE or "
-                f"TOTAL_BATCH_SIZE, or add --set {key}=0"
-            )
+        if resolution.micro_batch == 1:
+            _check_single_image(config, plan, resolution.image_size)
     if config["BEST"] == "auroc" and model["num_classes"] not in (None, 2):
         raise UserError(
             f"BEST='auroc': of two classes only, these are {model['num_classes']}; set it to "
@@ -317,3 +315,21 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         )
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)
+
+
+def _check_single_image(config: Mapping[str, Any], plan: Plan, size: int) -> None:
+    """Refuse what needs more than one image in a micro-batch."""
+    why = "a micro-batch is a single image; raise MICRO_BATCH_SIZE or TOTAL_BATCH_SIZE"
+    for key in ("MIXUP", "CUTMIX"):
+        if config[key]:
+            raise UserError(f"{key}={config[key]}: {why}, or add --set {key}=0")
+    model = config["MODEL"]
+    # The statistics are those of all GPUs' images.
+    if model.get("sync_bn") and plan.data_parallel > 1:
+        return
+    # Batch norms refuse a single value per channel. Only running the model tells.
+    images = torch.empty(1, 3, size, size, device="meta")
+    try:
+        build_on_meta(model, config["FREEZE"]).train()(images)
+    except ValueError as error:
+        raise UserError(f"MODEL.timm={model['timm']}: {why} ({first_line(error)})") from error

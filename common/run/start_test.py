@@ -129,9 +129,26 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_mixing_of_a_single_image_is_refused(data, tmp_path):
-    with pytest.raises(UserError, match="^CUTMIX=0.2: a micro-batch is a single image; raise MICR"):
-        train(data, tmp_path / "run", "MICRO_BATCH_SIZE=1", "CUTMIX=0.2", flags=["--dry-run"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["MIXUP=0.2"],
+        ["CUTMIX=0.2"],
+        ["MODEL=dict(timm='test_resnet', image_size=32)"],
+        # of 1 x 1 features at the smaller size alone
+        ["MODEL=dict(timm='test_resnet', image_size=64)", "IMAGE_SIZES=[(1, 32)]"],
+    ],
+)
+def test_what_needs_several_images_is_refused_with_micro_batches_of_one(settings, data, tmp_path):
+    with pytest.raises(UserError, match=": a micro-batch is a single image; raise MICRO"):
+        train(data, tmp_path / "run", "MICRO_BATCH_SIZE=1", *settings, flags=["--dry-run"])
+
+
+def test_batch_norms_across_gpus_are_refused_on_a_cpu(data, tmp_path):
+    synchronised = "MODEL=dict(timm='test_resnet', image_size=32, sync_bn=True)"
+    with pytest.raises(UserError, match="^MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs"):
+        train(data, tmp_path / "run", synchronised)
+    train(data, tmp_path / "run", synchronised, flags=["--dry-run"])  # for another machine
 
 
 def test_help_on_a_key_needs_no_config(capsys):

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -101,9 +102,17 @@ def _explain(error: Exception) -> RankError | None:
 
 
 def _explain_os_error(error: Exception) -> str:
-    # Others, such as a closed pipe, name no file.
-    if isinstance(error, OSError) and error.filename:
+    if not isinstance(error, OSError):
+        return ""
+    if error.filename:
         return f"{error.filename}: {error.strerror}"
+    # Semaphores, which name no file, are in /dev/shm. Other errors, as of a closed pipe, stay.
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames):
+        return (
+            f"/dev/shm: {error.strerror}: worker processes need to write to it; start the "
+            "container with --ipc=host or --shm-size=1g, or train with DATA.workers=0"
+        )
     return ""
 
 

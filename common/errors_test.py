@@ -1,5 +1,6 @@
 """How a command ends: who of a run's processes says what went wrong, and with which exit status."""
 
+import multiprocessing
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -60,6 +61,14 @@ def test_an_end_without_a_traceback(error, code, printed, capsys):
     assert capsys.readouterr().err == printed
     with pytest.raises(type(error) if code == 2 else SystemExit):
         run_command(main, ["--debug"])
+
+
+def test_semaphores_that_cannot_be_written_are_explained(monkeypatch, capsys):
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("_multiprocessing.SemLock", denied)
+    with pytest.raises(SystemExit, match="^2$"):
+        run_command(lambda _: multiprocessing.Lock(), [])
+    assert capsys.readouterr().err.startswith("error: /dev/shm: Permission denied: worker ")
 
 
 def test_a_closed_standard_output_ends_quietly():

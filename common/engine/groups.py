@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.engine.lost_ranks import Watcher, open_store
+from common.engine.lost_ranks import Watcher, check_interfaces, open_store
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.upstream import (
     Config,
@@ -64,6 +64,9 @@ class RepairedContext(ParallelContext):
         have.
         """
         auto_set_accelerator()
+        if backend != "fake":
+            # Gloo binds it for a single process too.
+            check_interfaces()
         # There is no other process to meet.
         if world_size == 1 or backend == "fake":
             store: dist.Store = dist.HashStore()

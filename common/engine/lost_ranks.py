@@ -187,7 +187,6 @@ def open_store(
     address = f"--host={host} --port={port}"
     if not host or not 0 < (port or 0) < 2**16:
         raise UserError(f"{address}: set them to the first node, and a free port on it")
-    _check_interfaces()
     host = host.strip("[]")  # an IPv6 address may be written as in a URL
     try:
         own_address = _source_address(host)
@@ -227,7 +226,7 @@ def open_store(
     return store
 
 
-def _check_interfaces() -> None:
+def check_interfaces() -> None:
     """Raise `RankError` if GLOO_SOCKET_IFNAME names an interface that this host lacks."""
     interfaces = psutil.net_if_addrs()
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):

@@ -183,18 +183,23 @@ def test_a_second_run_on_the_port_is_refused_and_the_first_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("name", "host", "port", "message"),
+    ("host", "port", "message"),
     [
-        ("ib7", "::1", 9, "GLOO_SOCKET_IFNAME=ib7: .* no such interface, but lo"),
-        ("", "a..b", 9, "--host=a..b --port=9: .*; give a name or address of rank 0's host"),
-        ("", "127.0.0.1.9", 9, ".* --port=9: .* not known; give a name or address"),
-        ("", "127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
+        ("a..b", 9, "--host=a..b --port=9: .*; give a name or address of rank 0's host"),
+        ("127.0.0.1.9", 9, ".* --port=9: .* not known; give a name or address"),
+        ("127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
     ],
 )
-def test_an_impossible_address_is_refused_at_once(name, host, port, message, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+def test_an_impossible_address_is_refused_at_once(host, port, message):
     with pytest.raises(UserError, match=message):
         open_store(1, 2, host, port, 600.0, "gloo", {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_interface_that_is_not_there_is_refused(world_size, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(UserError, match="^GLOO_SOCKET_IFNAME=ib7: .* no such interface, but lo"):
+        gpc.init_global_dist(0, world_size, "gloo", "127.0.0.1", 9)
 
 
 def test_a_restart_finds_nothing_of_the_attempt_before(monkeypatch):

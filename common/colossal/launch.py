@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,40 +30,52 @@ def launch(
     host: str,
     port: int,
     backend: str | None = None,
-    **more: Any,
+    *more: Any,
+    **named: Any,
 ) -> None:
     """Join the process groups as rank ``rank``; see `_launch`."""
-    _launch(
-        join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more
-    )
+    _launch(join_groups, config, (rank, world_size, host, port), backend, *more, **named)
 
 
 def launch_from_slurm(
-    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
+    config: Any,
+    host: str | None,
+    port: int | None,
+    backend: str | None = None,
+    *more: Any,
+    **named: Any,
 ) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
     # The srun commands of Colossal-AI's examples set one of these.
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
-    _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
+    _launch(upstream.launch_from_slurm, config, (host, port), backend, *more, **named)
 
 
 def launch_from_openmpi(
-    config: Any, host: str, port: int, backend: str | None = None, **more: Any
+    config: Any, host: str, port: int, backend: str | None = None, *more: Any, **named: Any
 ) -> None:
     """Join the process groups as a task of mpirun; see `_launch`."""
-    _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
+    _launch(upstream.launch_from_openmpi, config, (host, port), backend, *more, **named)
 
 
-def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> None:
+def launch_from_torch(config: Any, backend: str | None = None, *more: Any, **named: Any) -> None:
     """Join the process groups as a process of torchrun; see `_launch`."""
-    _launch(upstream.launch_from_torch, config, backend, **more)
+    _launch(upstream.launch_from_torch, config, (), backend, *more, **named)
 
 
-def _launch(start: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
+def _launch(
+    start: Callable[..., None],
+    config: Any,
+    address: Sequence[Any],
+    backend: str | None,
+    *more: Any,
+    **named: Any,
+) -> None:
     """Launch a script of a user's own, with a dict, a file or a recipe, resolved as for a train.py.
 
-    ``backend`` defaults to nccl on GPUs and gloo on CPUs.
+    ``backend`` defaults to nccl on GPUs and gloo on CPUs. The rest are upstream's: ``seed``,
+    ``verbose``, and in `launch` before them ``local_rank``.
     """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     # after this gpc.config holds the resolved config, as in a train.py
-    start(config=load_own_config(config), backend=backend, **more)
+    start(load_own_config(config), *address, backend, *more, **named)

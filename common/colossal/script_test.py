@@ -211,6 +211,30 @@ for step in range(4):
     print("figures", *figures.tolist(), engine.optimizer.grad_norm.item())
 hooks.save_checkpoint("weights.pt", 1, model)
 """
+# The arguments of upstream's functions, by position and with their defaults.
+UPSTREAM = """
+from colossalai.legacy.zero.gemini import BaseOpHook
+class Said(BaseOpHook):
+    def pre_fwd_exec(self, module, *args): print("forward of", type(module).__name__, end=", ")
+    def post_fwd_exec(self, module, *args): print("after it", end=", ")
+    def pre_bwd_exec(self, module, input, output): print("backward", end=", ")
+    def post_bwd_exec(self, module, input): pass
+    def post_iter(self): print("end of the micro-batch")
+colossalai.shutdown()
+colossalai.launch(CONFIG, 0, 1, "localhost", 29500, "gloo", None, 7, False)
+assert torch.initial_seed() == 7
+loader = get_dataloader(TensorDataset(x, y), True, 1024, True, False, False, 0, batch_size=17)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+loss = nn.CrossEntropyLoss()
+arguments = lambda: model, sgd, loss, loader, None, None
+engine, train, *_ = colossalai.initialize(*arguments, None, False)
+Trainer(engine, None, None).fit(train, 1, None, None, 1, None, False, True)
+engine, train, *_ = colossalai.initialize(*arguments, [Said()], False)
+Trainer(engine).fit(train, 1)
+Trainer(engine).evaluate(train, None, False, True)
+"""
+OPHOOKS = "forward of Linear, after it, backward, end of the micro-batch forward of Linear"
+ENGINE = "colossalai.Engine(model, torch.optim.SGD(model.parameters(), lr=1.0))"
 TENSOR = "dict(parallel=dict(data=1, pipeline=1, tensor=dict(size=2, mode='1d')))"
 SQUARE = "dict(parallel=dict(pipeline=dict(size=1), tensor=dict(size=4, mode='2d')))"
 # ranks, config, script, what it prints or the error that ends it
@@ -218,6 +242,8 @@ SCRIPTS = [
     (1, "dict(clip_grad_norm=0.125)", STEP, "moved by 0.1250"),
     (1, "{}", "start()[0].step()", r"call engine.backward\(loss\) before, not loss.backward"),
     (1, "dict(fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16'))", TWO, "torch.float32 torch.int64"),
+    (1, "{}", UPSTREAM, OPHOOKS),
+    (1, "{}", ENGINE, r"Engine\(...\): initialize\(...\) builds it"),
     (2, TENSOR, "", "config: without effect here: parallel.data"),
     (2, TENSOR, "start()", r"parallel.tensor.size=2: the model is not sharded: call shard_model"),
     (2, "dict(zero=dict(stage=1))", "start()", r"zero={'stage': 1}: the model is not sharded"),
@@ -254,7 +280,7 @@ SCRIPTS = [
 def test_a_script_of_ones_own(ranks, config, script, expected, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own_config.py").write_text(OWN_FILE)
-    Path("own.py").write_text(HEAD.replace("CONFIG", config) + script)
+    Path("own.py").write_text((HEAD + script).replace("CONFIG", config))
     try:
         run_ranks(ranks, run_script, tmp_path / "own.py", tmp_path)
         said = capfd.readouterr().out

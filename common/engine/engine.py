@@ -1,6 +1,6 @@
 """The engine: model, loss and optimizer in the parallel mode and precision of the config."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -50,11 +50,13 @@ class Engine(UpstreamEngine):
     def __init__(
         self,
         *args: Any,
-        precision: MixedPrecision,
+        precision: MixedPrecision | None = None,
         lr_scheduler: OncePerStep | None = None,
         noise_scale: NoiseScale | None = None,
         **kwargs: Any,
     ):
+        if precision is None:
+            raise UserError("Engine(...): initialize(...) builds it, with the config's precision")
         super().__init__(*args, **kwargs)
         self.precision = precision
         self.noise_scale = noise_scale
@@ -174,12 +176,13 @@ class WholeSteps:
 
 @naming_lost_ranks()
 def initialize(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | Callable[[Iterator[nn.Parameter]], Optimizer],
     criterion: Callable[..., Tensor] | None = None,
     train_dataloader: Any = None,
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
+    ophooks: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
@@ -190,13 +193,18 @@ def initialize(
     sharded the model by it. Gives each data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, whose ``verbose`` has no effect: nothing is printed.
-    `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
+    As there, ``model`` and ``optimizer`` may be functions that build them, of nothing and of the
+    parameters. `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
 
     Raises:
         UserError: for a ``parallel`` or ``zero`` that `shard_model` has not applied to ``model``,
             or an optimizer that does not fit them.
     """
     config = gpc.config
+    if not isinstance(model, nn.Module):
+        model = model()
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(model.parameters())
     _check_sharded(model, optimizer, config)
     set_backends(config)
     device = get_accelerator().get_current_device()
@@ -219,6 +227,7 @@ def initialize(
         step_optimizer,
         criterion,
         clip_grad_norm=step_optimizer.max_norm,
+        ophook_list=ophooks,
         precision=precision,
         lr_scheduler=lr_schedule,
         noise_scale=noise_scale,

@@ -110,7 +110,7 @@ class Trainer(UpstreamTrainer):
         max_steps: int | None = None,
         test_dataloader: Any = None,
         test_interval: int = 1,
-        hooks: Sequence[BaseHook] = (),
+        hooks: Sequence[BaseHook] | None = None,
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
@@ -137,7 +137,7 @@ class Trainer(UpstreamTrainer):
         self.test_dataloader = test_dataloader
         self._reset_states()
         # `sorted` is stable: hooks of equal priority keep the order in which they were given.
-        self.hooks = sorted(hooks, key=lambda hook: hook.priority)
+        self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
         self._collect_lr_schedules()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from common.config.execute import (
     RECIPES,
@@ -20,7 +20,7 @@ from common.config.execute import (
 from common.config.fields import parse
 from common.config.model_keys import data_of, pretrained_config
 from common.config.originals import RENAMED, read_original, read_sections
-from common.config.schema import Config, find_key
+from common.config.schema import Config, find_key, known_keys
 from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.zero import check_zero
@@ -141,10 +141,26 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         if not name.startswith(("MODEL.", "fp16.", "parallel.")):
             find_key(name)
         overrides.pop(name, None)  # the last one counts, and its position
-        overrides[name] = text
-        with suppress(Exception):  # what a config file could not assign is text
-            overrides[name] = evaluate(text)
+        known = known_keys().get(name)
+        overrides[name] = _parse_value(text, known.annotation if known else Any)
     return overrides
+
+
+def _parse_value(text: str, kind: Any) -> Any:
+    """Return what a config file would assign, for a key of type ``kind``.
+
+    All else is text, and so is for a key of text what is none in Python, such as DATA.root=2024.
+    """
+    value = text
+    with suppress(Exception):
+        value = evaluate(text)
+    kinds = get_args(kind) or (kind,)
+    if str not in kinds or value is None:
+        return value
+    if get_origin(kind) is list:
+        is_right = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return value if is_right else re.findall(r"[^][,\s'\"]+", text)
+    return value if type(value) in kinds else text
 
 
 def top_keys(overrides: Overrides) -> set[str]:

@@ -96,6 +96,18 @@ EDGES = [
         ),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
         (MINIMAL, ["OUTPUT=20-12x", "INIT=None", *EDGES], dict(OUTPUT="20-12x", INIT=None)),
+        *(
+            (MINIMAL, [f"{key}={typed}"], {key: typed})
+            for key in ("DATA.root", "DATA.labels", "DATA.columns", "INIT", "OUTPUT")
+            for typed in ("2024", "1e5", "1_0", "True", "a=b", "[x]", "[1]", "1/2", "{}", "0x1f")
+        ),
+        (MINIMAL, ["DATA.root='a b'", "OUTPUT='None'"], {"DATA.root": "a b", "OUTPUT": "None"}),
+        (MINIMAL, ["CHECKPOINT_EVERY=10"], dict(CHECKPOINT_EVERY=10)),
+        *(
+            (MINIMAL, [f"LOG.trackers={typed}"], {"LOG.trackers": ["wandb", "2024"]})
+            for typed in ("[wandb, 2024]", "['wandb','2024']", "['wandb', 2024]")
+        ),
+        (MINIMAL, ["LOG.trackers=[]"], {"LOG.trackers": []}),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "DATA.eval_crop=0.5"], OF_TIMM),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "INIT=own"], dict(INIT="own")),
     ],

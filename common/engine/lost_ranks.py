@@ -204,11 +204,8 @@ def open_store(
             # The agent may serve several attempts of the same run.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"attempt {attempt}", store)
-        elif store.add(f"joined/{rank}", 1) > 1:
-            raise RankError(
-                f"{address}: rank {rank} of a run has joined there before; start another run on "
-                "another port"
-            )
+        else:
+            _check_run(store, rank, world_size, address)
         late.cancel()
         _meet(store, rank, world_size, timeout, backend, own_address, shared)
     except (OSError, dist.DistError) as error:
@@ -224,6 +221,18 @@ def open_store(
     finally:
         late.cancel()
     return store
+
+
+def _check_run(store: dist.Store, rank: int, world_size: int, address: str) -> None:
+    """Raise `RankError` if the store is that of another run, which must not notice."""
+    if rank == 0:
+        store.set("size", str(world_size))
+    size = int(store.get("size"))
+    if size != world_size or store.add(f"joined/{rank}", 1) > 1:
+        raise RankError(
+            f"{address}: rank {rank} of {world_size} does not belong to the run of {size} "
+            "processes there, or has joined it before; start another run on another port"
+        )
 
 
 def check_interfaces() -> None:

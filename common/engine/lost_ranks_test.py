@@ -165,21 +165,27 @@ def test_ranks_that_do_not_join_or_differ_are_named():
         assert said[-1].startswith("rank 2 was started with SEED=5 (rank 0: 0); all ranks of a run")
 
 
-def join_again() -> str:
-    """Return what another run says that is started on the port of a run, which goes on."""
+def join_again() -> list[str]:
+    """Return what other runs say that are started on the port of a run, which goes on."""
     rank = int(os.environ["RANK"])
     port = int(os.environ["MASTER_PORT"])
+    said = []
     with launched():
-        with pytest.raises(RankError) as caught:
-            open_store(rank, 2, "127.0.0.1", port, 5.0, "gloo", {})
+        # A run of as many processes, and one of more.
+        for other, size in ((rank, 2), (rank + 1, 3)):
+            with pytest.raises(RankError) as caught:
+                open_store(other, size, "127.0.0.1", port, 5.0, "gloo", {})
+            said.append(str(caught.value))
         wait_for_the_others()
-    return str(caught.value)
+    return said
 
 
 def test_a_second_run_on_the_port_is_refused_and_the_first_goes_on():
     first, second = run_ranks(2, join_again)
-    assert "Address already in use" in first
-    assert "rank 1 of a run has joined there before; start another run on another port" in second
+    assert "Address already in use" in first[0]
+    assert "rank 1 of 3 does not belong to the run of 2 processes there, or has" in first[1]
+    assert "rank 1 of 2 does not belong to the run of 2 processes there, or has" in second[0]
+    assert "rank 2 of 3 does not belong to the run of 2 processes there, or has" in second[1]
 
 
 @pytest.mark.parametrize(

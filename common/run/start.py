@@ -422,7 +422,11 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
 
 def explain_cudnn() -> str:
     """Return a warning about the cuDNN that is loaded on a GPU, if it is too old; else ""."""
-    loaded = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    try:
+        loaded = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    except RuntimeError as error:
+        # It is older than that of torch's build.
+        return f"warning: attention may be wrong: {first_line(error)}"
     if loaded is None or loaded >= RIGHT_CUDNN:
         return ""
     return (

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -102,11 +103,12 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     ("loaded", "words"),
     [
         (91_002, "warning: cuDNN 9.10.2 is loaded, which computes attention wrongly at"),
+        (RuntimeError("cuDNN version incompatibility"), "may be wrong: cuDNN version incompat"),
         (91_501, ""),
     ],
 )
 def test_a_cudnn_that_computes_attention_wrongly_is_said(loaded, words, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: loaded)
+    monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=[loaded]))
     assert not explain_cudnn()  # without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     said = explain_cudnn()

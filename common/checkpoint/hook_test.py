@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -217,6 +218,13 @@ def test_patience_ends_a_run_as_finished(gpus, data, tmp_path, capfd):
         about = json.loads((run / "config.json").read_text())
         assert about["plan"]["last_step"] == read_metrics(run)[-1]["step"] == end
         assert read_trainer_state(run / "checkpoints/best")["trainer"]["step"] == 4
+
+
+def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_path, monkeypatch):
+    mark = Mock(side_effect=[OSError, None])
+    monkeypatch.setattr("common.checkpoint.hook.mark_best", mark)
+    train(data, tmp_path / "run", ["LEARNING_RATE=1e-50"])
+    assert mark.call_count == 2
 
 
 def test_on_other_data_the_best_starts_anew(data, tmp_path):

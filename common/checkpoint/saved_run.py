@@ -23,7 +23,7 @@ from common.model.build import build_model
 from common.model.fit import check_shapes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of dictionaries, by its identity
 class SavedRun:
     """A checkpoint and the run it is of.
 

@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -130,41 +132,64 @@ def list_images(names: Sequence[str]) -> list[str]:
     return images
 
 
+class Classifier:
+    """The model of a run, whose weights are read once. Threads may share it."""
+
+    def __init__(self, run: SavedRun) -> None:
+        data = run.config["DATA"]
+        self.size = run.config["MODEL"]["image_size"]
+        self.crop = find_task(run.about["task"]).build_eval_crop(data, self.size)
+        model: Any = run.load_model()
+        # Works for a ViT and for every model of timm's, whatever it does before its head.
+        model.get_submodule(model.head_names[0]).register_forward_pre_hook(self._keep)
+        self._predictor = Predictor(model, run.config)
+        self._normalize = Normalizer(data["mean"], data["std"], self._predictor.device)
+        self._lock = Lock()
+
+    def _keep(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        self._head_input = inputs[0]
+
+    def __call__(self, views: Sequence[np.ndarray]) -> tuple[Tensor, np.ndarray]:
+        """Return the probabilities of the classes, and what the head gets, of each image."""
+        pixels_BHWC = torch.from_numpy(np.stack(views)).to(self._predictor.device)
+        pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
+        with self._lock:  # else the input of the head could be another thread's
+            probabilities_BC = self._predictor(self._normalize(pixels_BCHW)).softmax(1).cpu()
+            # A copy: a view would keep the tokens of all images in memory. Some heads are
+            # convolutions of one pixel, [B, D, 1, 1].
+            features_BD = self._head_input.flatten(1).float().cpu().numpy().copy()
+            del self._head_input
+        return probabilities_BC, features_BD
+
+
+# By run, each as long as its run is kept.
+_classifiers: WeakKeyDictionary[SavedRun, Classifier] = WeakKeyDictionary()
+_opening = Lock()
+
+
 def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     """Yield an answer for each image, in order: ``image``, and ``classes`` or ``error``.
 
     ``classes`` are the `BEST` most probable, each with ``class`` (its name), ``label`` and
     ``probability``. ``features`` are what the head, or the first of several, gets: float32 [width].
     Where the model's outputs are not finite (NaN), there is an ``error`` and ``classes`` is None.
-    Images are prepared as for the run's evaluation.
+    Images are prepared as for the run's evaluation. The first call reads the run's weights. Raises
+    OSError where storage fails.
     """
-    size = run.config["MODEL"]["image_size"]
-    data = run.config["DATA"]
-    crop = find_task(run.about["task"]).build_eval_crop(data, size)
-    model: Any = run.load_model()
-    head_inputs: list[Tensor] = []
-    # Works for a ViT and for every model of timm's, whatever it does before its head.
-    model.get_submodule(model.head_names[0]).register_forward_pre_hook(
-        lambda _, inputs: head_inputs.append(inputs[0])
-    )
-    predictor = Predictor(model, run.config)
-    normalize = Normalizer(data["mean"], data["std"], predictor.device)
+    with _opening:
+        classifier = _classifiers.get(run) or Classifier(run)
+        _classifiers[run] = classifier
     # Threads suffice: Pillow decodes in C, without Python's lock.
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(images), BATCH):
             batch = images[start : start + BATCH]
-            views = list(pool.map(partial(_read, crop=crop, size=size), batch))
+            read = partial(_read, crop=classifier.crop, size=classifier.size)
+            views = list(pool.map(read, batch))
             decoded = [view for view in views if isinstance(view, np.ndarray)]
             answers = iter(())
             # A batch may have no image that can be read.
             if decoded:
-                pixels_BHWC = torch.from_numpy(np.stack(decoded)).to(predictor.device)
-                pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
-                probabilities_BC = predictor(normalize(pixels_BCHW)).softmax(1).cpu()
-                # A copy: a view would keep the tokens of all images in memory. Some heads are
-                # convolutions of one pixel, [B, D, 1, 1].
-                features_BD = head_inputs.pop().flatten(1).float().cpu().numpy().copy()
-                answers = map(partial(_best, run.class_names), probabilities_BC, features_BD)
+                answers = map(partial(_best, run.class_names), *classifier(decoded))
             for image, view in zip(batch, views, strict=True):
                 answer = {"error": view} if isinstance(view, str) else next(answers)
                 yield {"image": image} | answer
@@ -172,16 +197,17 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
-    try:
-        if image == STDIN:
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)  # one byte more tells that it is too long
-        else:
-            data = read_bytes(Path(image), MAX_BYTES)
+    if image == STDIN:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)  # one byte more tells that it is too long
         if len(data) > MAX_BYTES:
             return f"more than {MAX_BYTES:,} bytes"
+    else:
+        try:
+            data = read_bytes(Path(image), MAX_BYTES)
+        except UserError as error:
+            return str(error).removeprefix(f"{Path(image)}: ")
+    try:
         return crop_image(decode_image(data), crop, size)
-    except UserError as error:
-        return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that is read"
     # Pillow's decoders raise a dozen unrelated types for damaged files.

@@ -5,8 +5,10 @@ import json
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from pyarrow.parquet import read_table
 
-from common.checkpoint.saved_run import open_run
+from common.checkpoint.saved_run import SavedRun, open_run
 from common.errors import UserError
 from common.files import ROOT
 from common.testing.tiny_task import NAMES, timm_logits
@@ -99,6 +101,22 @@ def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypa
     weights = open_run(str(run)).load_weights()
     logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
     torch.testing.assert_close(logits, timm_logits(run, pictures), rtol=0, atol=0.02)
+
+
+def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_path, monkeypatch):
+    names = [f"{tmp_path}/{seed}.png" for seed in range(6)]
+    for seed, name in enumerate(names):
+        pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), np.uint8)
+        Image.fromarray(pixels).save(name)
+    expected = [answer["features"] for answer in predict.predict(open_run(str(run)), names)]
+    opened = open_run(str(run))
+    loaded = Mock(wraps=opened.load_model)
+    monkeypatch.setattr(SavedRun, "load_model", lambda _: loaded())
+    with ThreadPoolExecutor(6) as pool:
+        answers = pool.map(lambda name: next(predict.predict(opened, [name])), names * 9)
+    for answer, features in zip(answers, expected * 9, strict=True):
+        np.testing.assert_allclose(answer["features"], features, atol=2e-3)
+    assert loaded.call_count == 1
 
 
 def test_a_file_of_features_is_refused_before_the_model_is_read(tmp_path, monkeypatch):

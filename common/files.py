@@ -2,12 +2,14 @@
 
 import contextlib
 import csv
+import errno
 import hashlib
 import math
 import os
 import stat
+import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +20,17 @@ from common.text import printable
 
 ROOT = Path(__file__).resolve().parents[1]  # the repository's folder
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole; a manifest of 50,000 shards fits
+READS = 3  # attempts, a second apart
+# Errors of a path, which last. Others are of storage: a stale handle, a time-out, a damaged sector.
+OF_A_PATH = {
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+}
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -28,6 +41,37 @@ class Schema(BaseModel):
 
 
 S = TypeVar("S", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+def retry_read(path: Path, read: Callable[[], Result]) -> Result:
+    """Return ``read()``, which reads below ``path``; call it again where storage fails.
+
+    Raises an OSError with a path: at once if it is `OF_A_PATH`, else the last of `READS`.
+    """
+    for attempt in range(1, READS + 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in OF_A_PATH or attempt == READS:
+                name = error.filename or path  # not known where an open file is read
+                raise OSError(error.errno, error.strerror, str(name)) from error
+            time.sleep(1)
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def path_errors(path: Path) -> Iterator[None]:
+    """Raise `UserError` for an error `OF_A_PATH`.
+
+    So what catches `UserError` never takes a server's fault for one of the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in OF_A_PATH:
+            raise
+        raise UserError(f"{path}: {error.strerror}") from error
 
 
 def short_path(path: Path) -> str:
@@ -48,10 +92,8 @@ def regular_size(path: Path, most: float = math.inf) -> int:
 
     Reading a pipe would wait for a writer, and reading a device might never end.
     """
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+    with path_errors(path):
+        state = retry_read(path, path.stat)
     if not stat.S_ISREG(state.st_mode):
         raise UserError(f"{path}: not a regular file")
     if state.st_size > most:
@@ -62,12 +104,22 @@ def regular_size(path: Path, most: float = math.inf) -> int:
 def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
     """Return the content of a file that `regular_size` takes."""
     size = regular_size(path, most)
-    try:
+    with path_errors(path):
+        # No more than was allowed: the file may grow while it is read.
+        return read_range(path, 0, size)
+
+
+def read_range(path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a file, read as `retry_read` does; it is shorter where the file ends."""
+
+    def read() -> bytes:
+        # Opened for each read: a descriptor for each of ImageNet's 1,064 shards would exceed the
+        # usual limit of 1,024.
         with path.open("rb") as file:
-            # No more than was allowed: the file may grow while it is read.
-            return file.read(size)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+            file.seek(offset)
+            return file.read(length)
+
+    return retry_read(path, read)
 
 
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
@@ -137,8 +189,12 @@ def sha256_of(path: Path, most: float = math.inf) -> str:
     A sparse file may claim any size, and would be read for ever.
     """
     regular_size(path, most)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def digest() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return retry_read(path, digest)
 
 
 def fingerprint_of(parts: Iterable[object]) -> str:

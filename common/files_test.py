@@ -1,5 +1,6 @@
 """Files read with limits, checksums, and the lock of a folder between processes."""
 
+import errno
 import fcntl
 import os
 import platform
@@ -11,7 +12,14 @@ import pytest
 from pydantic import Field
 
 from common.errors import UserError
-from common.files import Count, Schema, read_json, read_text, sha256_of
+from common.files import (
+    Count,
+    Schema,
+    read_json,
+    read_text,
+    retry_read,
+    sha256_of,
+)
 from common.locks import lock_folder, unlock_folder
 from common.testing.commands import run_python
 
@@ -49,6 +57,19 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
     for read in (read_text, sha256_of):
         with pytest.raises(UserError, match="not a regular file"):
             read(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(("number", "reads"), [(errno.EIO, 3), (errno.EACCES, 1)])
+def test_a_read_that_fails_is_repeated_twice_unless_the_path_is_at_fault(
+    number, reads, tmp_path, monkeypatch
+):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    read = Mock(side_effect=OSError(number, os.strerror(number)))  # of an open file: no name
+    with pytest.raises(OSError, match=os.strerror(number)) as error:
+        retry_read(tmp_path / "file", read)
+    assert error.value.filename == f"{tmp_path}/file"
+    assert (read.call_count, waits) == (reads, [1] * (reads - 1))
 
 
 NO_LOCKS = "import fcntl; fcntl.lockf = lambda *_: open('/no/such/file'); "

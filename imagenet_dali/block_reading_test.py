@@ -19,9 +19,9 @@ LARGE = 10**12  # bytes of memory
 
 
 def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
-    split, read = open_split(prepared, "train"), Mock(wraps=dataset.read_file_range)
+    split, read = open_split(prepared, "train"), Mock(wraps=dataset.read_range)
     expected = [split.read(number) for number in range(len(split))]
-    monkeypatch.setattr(dataset, "read_file_range", read)
+    monkeypatch.setattr(dataset, "read_range", read)
     blocks, samples = split.block_bounds(12_000), len(split)
     for rank in range(4):
         sampler = TrainSampler(

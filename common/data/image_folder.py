@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from common.files import canonical_name
+from common.files import OF_A_PATH, canonical_name, retry_read
 from common.text import UNPRINTABLE, list_some, printable
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
@@ -174,8 +174,10 @@ def check_class_names(names: Iterable[str], path: Path) -> None:
 def file_state(path: Path) -> tuple[int, int]:
     """Return size and time of a file; (-1, 0) for a link to nothing or where access is denied."""
     try:
-        state = path.stat()
-    except OSError:
+        state = retry_read(path, path.stat)
+    except OSError as error:
+        if error.errno not in OF_A_PATH:
+            raise
         # Such a file must not refuse the data set here: reading it names it.
         return -1, 0
     return state.st_size, state.st_mtime_ns

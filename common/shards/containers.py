@@ -289,6 +289,8 @@ def _open_parquet(path: Path) -> Iterator[ParquetTable]:
                 [canonical_name(name) for name in names],
             )
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of storage
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise UserError(f"{path}: {first_line(error)}; download it again") from error
 
 

@@ -15,7 +15,16 @@ import numpy as np
 from common.data.image_folder import check_class_names
 from common.data.image_split import ImageSplit, Record
 from common.errors import UserError
-from common.files import Count, Schema, fingerprint_of, read_json, read_names, sha256_of
+from common.files import (
+    Count,
+    Schema,
+    fingerprint_of,
+    read_json,
+    read_names,
+    read_range,
+    regular_size,
+    sha256_of,
+)
 from common.shards.tfrecord_format import BadSampleError, unframe
 
 FORMAT = 1
@@ -112,10 +121,7 @@ class TFRecordSplit(ImageSplit):
         # All lie in one shard, one after the other: a block never crosses shards.
         shard, start, *_ = rows[0]
         _, last, size, *_ = rows[-1]
-        try:
-            view = memoryview(read_file_range(self.shards[shard], start, last + size - start))
-        except OSError as error:
-            return [self.fault(index, error) for index in range(first, end)]
+        view = memoryview(read_range(self.shards[shard], start, last + size - start))
         records: list[Record] = []
         for index, (_, offset, size, image_start, image_size, label, *_) in enumerate(rows, first):
             data = view[offset - start :]
@@ -156,15 +162,6 @@ class TFRecordSplit(ImageSplit):
         return UserError(f"{shard}: {record}: {reason}; {REMEDY}")
 
 
-def read_file_range(path: Path, offset: int, length: int) -> bytes:
-    """Return a part of a file; it is shorter than ``length`` where the file ends."""
-    # Opened for each read: a descriptor for each of ImageNet's 1,064 shards would exceed the usual
-    # limit of 1,024.
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(length)
-
-
 def open_split(root: Path, split: str) -> TFRecordSplit:
     """Open one split of the data set in a folder; the shards themselves are not read.
 
@@ -192,10 +189,11 @@ def find_faults(root: Path, entries: Sequence[ShardEntry]) -> Iterator[str]:
     """Yield a line for each shard that is missing or has another size than in the manifest."""
     for entry in entries:
         path = root / entry.name
-        if not path.is_file():
+        try:
+            size = regular_size(path)
+        except UserError:
             yield f"{path}: missing"
             continue
-        size = path.stat().st_size
         if size != entry.bytes:
             yield f"{path}: {size} bytes, not {entry.bytes} as in the manifest"
 

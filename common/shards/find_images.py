@@ -6,6 +6,7 @@ WebDataset's tars and Hugging Face's parquet files.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common.data.image_folder import (
@@ -16,6 +17,7 @@ from common.data.image_folder import (
     split_by_class,
 )
 from common.errors import UserError
+from common.files import retry_read
 from common.shards.class_folders import list_class_folders
 from common.shards.containers import find_containers, list_containers, split_of
 from common.shards.imagenet_tars import TRAIN_TAR, list_imagenet_tars
@@ -44,10 +46,10 @@ def list_source(
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
     folders: Mapping[str, Path] = {}
     if table:
-        source, present = list_table(root, table, split)
+        source, present = retry_read(root, partial(list_table, root, table, split))
     else:
-        folders = find_splits(root)
-        source, present = _list_layout(root, folders, split)
+        folders = retry_read(root, partial(find_splits, root))
+        source, present = retry_read(root, partial(_list_layout, root, folders, split))
     check_class_names(source.class_names, root)
     unused = ""
     if "test" in present and not split:

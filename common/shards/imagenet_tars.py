@@ -92,4 +92,6 @@ def _read_devkit(path: Path) -> tuple[bytes, Any]:
             return truth, matrices["synsets"]
     # A damaged archive raises a dozen unrelated types.
     except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of storage
+            raise
         raise UserError(f"{path}: {first_line(error)}; download it again") from error

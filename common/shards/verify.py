@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from common.data.image_folder import SPLITS
 from common.errors import UserError
-from common.files import sha256_of
+from common.files import retry_read, sha256_of
 from common.shards.dataset import (
     LABELS,
     MANIFEST,
@@ -168,7 +168,11 @@ def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
     Raises `UserError` where its records cannot all be found.
     """
     root, name = task
-    path = root / name
+    return retry_read(root / name, lambda: _index_shard(root / name, name))
+
+
+def _index_shard(path: Path, name: str) -> FinishedShard:
+    """Do `_inspect_shard`."""
     rows = []
     refused = []
     number = -1  # number + 1 is how many records precede a fault

@@ -31,7 +31,7 @@ from common.data.decoding import (
 from common.data.image_folder import Files
 from common.data.workers import follow_parent
 from common.errors import UserError
-from common.files import read_bytes
+from common.files import read_bytes, read_range, retry_read
 from common.shards.containers import read_rows
 from common.shards.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, RECORD
 from common.shards.source import Position, RowPosition
@@ -176,12 +176,10 @@ def _read(task: ShardTask, number: int, in_memory: dict[RowPosition, bytes]) -> 
             # A row group is decompressed as a whole: it is read once for many images.
             ahead = task.positions[number : number + ROWS_IN_MEMORY]
             rows = [row for row in ahead if isinstance(row, RowPosition)]
-            in_memory |= read_rows(task.source, rows)
+            in_memory |= retry_read(task.source, lambda: read_rows(task.source, rows))
         # Each row is used once: memory holds only those ahead.
         return in_memory.pop(position)
-    with (task.source / position.container).open("rb") as tar:
-        tar.seek(position.offset)
-        return tar.read(position.size)
+    return read_range(task.source / position.container, position.offset, position.size)
 
 
 def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, int, int]:

@@ -1,6 +1,7 @@
 """Models of timm's, by name."""
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -10,17 +11,21 @@ from common.config.model_keys import pretrained_config
 from common.errors import UserError
 from common.text import did_you_mean, first_line
 
-# What would load files, what MODEL's own keys set, and what changes the inputs or the outputs.
+# What would load files, what MODEL's own keys set, and what changes the inputs or the outputs;
+# so do the other arguments of timm's functions.
 NOT_TAKEN = {
-    "self",
-    "kwargs",
-    "in_chans",
-    "num_classes",
-    "img_size",
-    "features_only",
-    "weight_init",
+    "args",
     "device",
     "dtype",
+    "feature_cls",
+    "features_only",
+    "img_size",
+    "in_chans",
+    "num_classes",
+    "out_indices",
+    "pruned",
+    "self",
+    "weight_init",
 }
 LARGEST = 65536  # greatest integer that is taken: a run's config.json may come from anybody
 
@@ -42,16 +47,15 @@ def build_timm_model(
     """
     from timm import create_model
     from timm.layers import convert_sync_batchnorm
+    from timm.models import build_model_with_cfg
 
-    taken: list[str] = []
-    if arguments:
-        with torch.device("meta"):
-            signature = inspect.signature(type(create_model(timm)))
-        taken = [key for key in signature.parameters if key not in NOT_TAKEN]
+    not_taken = NOT_TAKEN.union(
+        inspect.signature(create_model).parameters,
+        inspect.signature(build_model_with_cfg).parameters,
+    )
     for name, value in arguments.items():
-        if name not in taken:
-            known = did_you_mean(name, taken) or f"; it takes {', '.join(taken)}"
-            raise UserError(f"MODEL.{name}: {timm} takes no such argument{known}")
+        if name in not_taken:
+            raise UserError(f"MODEL.{name}: it may not be set here; leave it out")
         if not _is_plain(value):
             raise UserError(
                 f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a "
@@ -65,6 +69,12 @@ def build_timm_model(
             model.set_grad_checkpointing()
     # What timm's models raise has no type in common.
     except Exception as error:
+        # timm itself knows what it takes: the constructors of many models have **kwargs
+        unknown = re.search(r"unexpected keyword argument.*'(\w+)'", str(error))
+        if unknown and unknown[1] in arguments:
+            taken = [name for name in _argument_names(timm) if name not in not_taken]
+            known = did_you_mean(unknown[1], taken) or f"; it takes {', '.join(taken)}"
+            raise UserError(f"MODEL.{unknown[1]}: {timm} takes no such argument{known}") from error
         raise UserError(
             f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})"
         ) from error
@@ -76,6 +86,15 @@ def build_timm_model(
         # timm's, not torch's: that one drops the activation inside timm's batch norms.
         return convert_sync_batchnorm(model)
     return model
+
+
+def _argument_names(timm: str) -> list[str]:
+    """Return the named arguments of a model's class and those it inherits from."""
+    from timm import create_model
+
+    with torch.device("meta"):
+        classes = type(create_model(timm)).__mro__
+    return [*dict.fromkeys(name for each in classes for name in inspect.signature(each).parameters)]
 
 
 def plain_heads(model: Any, timm: str) -> int:

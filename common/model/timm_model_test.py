@@ -146,6 +146,22 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path):
         assert name.startswith("head.") or torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize(
+    "timm_and_arguments",
+    [
+        dict(timm="deit_tiny_distilled_patch16_224", drop_path_rate=0.1),  # *args, **kwargs
+        dict(timm="regnety_002", act_layer="silu"),  # fields of a configuration
+        dict(timm="test_efficientnet", bn_eps=1e-4),  # of the function that builds it
+    ],
+)
+def test_an_argument_that_timm_takes_is_taken(timm_and_arguments):
+    mine = build_on_meta(dict(image_size=224, **timm_and_arguments))
+    name = timm_and_arguments.pop("timm")
+    with torch.device("meta"):
+        theirs, plain = timm.create_model(name, **timm_and_arguments), timm.create_model(name)
+    assert repr(mine) == repr(theirs) != repr(plain)
+
+
 def test_synchronised_batch_norms_keep_their_activations():
     arguments = dict(timm="test_efficientnet", image_size=64)
     plain = build_model(**arguments).eval()
@@ -168,6 +184,11 @@ def test_synchronised_batch_norms_keep_their_activations():
             ["MODEL.timm=resnet18", "MODEL.drop_rat=1"],
             "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
         ),
+        (
+            ["MODEL.timm=levit_128s", "MODEL.image_size=224", "MODEL.drop_pth_rate=0.1"],
+            "^MODEL.drop_pth_rate: .* no such argument; did you mean 'drop_path_rate'",
+        ),
+        (["MODEL.timm=resnet18", "MODEL.checkpoint_path=a.pth"], "^MODEL.checkpoint_path: it may"),
         (
             ["MODEL.timm=resnet18", "MODEL.layers=[2,2,2,9999999]"],
             "^MODEL.layers=.*: expected a number up to 65536",

@@ -8,6 +8,7 @@ import pytest
 
 from common.config.schema import Data
 from common.errors import UserError
+from common.shards.label_table import LabelTable, list_table
 from common.shards.prepare import main, prepare
 from common.testing.commands import read_folder
 from imagenet_dali.task import describe_data
@@ -112,6 +113,28 @@ REFUSED = [
         "--columns=split=split",
         "line 4: 3: split '3' is not train, val or test",
     ),
+    (
+        START + "\n4,a,extra\n",
+        "",
+        r"2\s+train;\s+not\s+a\s+split:\s+blank\s+\(1\),\s+extra\s+\(1\);"
+        ".*line 4: 3: split '' is not train.*line 5: 4: split 'extra'.*match: 2, more than 1% of 4",
+    ),
+    (
+        "name,label,fold\n1,a,0\n2,b,0\n3,b,0\n4,a,1\n",
+        "",
+        r"columns name, label, fold; fold may tell the test rows, but its values are 0 \(3\), "
+        r"1 \(1\): write train, val and test, or add --columns split= to use all rows$",
+    ),
+    ("name,label,Usage\n1,a,x\n2,b,x\n3,b,y\n4,a,test\n", "", "Usage may tell the test rows"),
+    (
+        "name,label,is_train,is_test\n1,a,1,0\n2,b,1,0\n3,b,0,1\n4,a,0,1\n",
+        "",
+        "split may be is_train or is_test: name it",
+    ),
+    (ROWS + "4,a|b\n", "", r"line 5: 4: several labels in a cell: a\|b\n"),
+    (ROWS + "4,b a\n", "", "line 5: 4: several labels in a cell: b a\n"),
+    (ROWS + "4,\"['x', 'y']\"\n", "", r"line 5: 4: several labels in a cell: \['x', 'y'\]"),
+    ("name,label,n,n\n1,a,1,2\n2,b,1,2\n", "", "2 columns are named n; rename or remove one"),
 ]
 
 
@@ -132,6 +155,50 @@ def test_a_row_names_the_file_without_a_suffix_before_one_with(table, capsys):
     with pytest.raises(UserError, match="rows or images without a match: 1, "):
         main([f"{table.parent}/images", f"{table.parent}/data", f"--labels={table}"])
     assert "4.jpg: no row" in capsys.readouterr().out
+
+
+SPLIT_COLUMNS = [
+    ("split", ("train ", "TRAIN", " test", "val"), {"train": "12", "test": "3", "validation": "4"}),
+    ("x", ("TRN", "TRN", "TST", "VAL"), {"train": "12", "test": "3", "validation": "4"}),
+    (
+        "Usage",
+        ("Training", "Training", "PrivateTest", "PublicTest"),
+        {"train": "12", "test": "3", "validation": "4"},
+    ),
+    ("part", ("train", "train", "train", "holdout"), {"train": "123", "test": "4"}),
+    ("is_test", ("0", "0", "0", "1"), {"train": "123", "test": "4"}),
+    ("is_valid", ("False", "False", "False", "True"), {"train": "123", "validation": "4"}),
+    ("is_training_image", ("1", "1", "1", "0"), {"train": "123", "test": "4"}),
+    ("split ", ("train", "train", "train", ""), {"train": "123"}),
+    ("note", ("good", "good", "good", "test"), {"": "1234"}),
+]
+
+
+@pytest.mark.parametrize(("column", "cells", "expected"), SPLIT_COLUMNS)
+def test_a_column_of_mostly_splits_is_used_and_the_rest_said(
+    table, capsys, column, cells, expected
+):
+    rows = "".join(f"{number},{'ab'[number % 2]},{cell}\n" for number, cell in enumerate(cells, 1))
+    table.write_text(f"name,label,{column}\n{rows}")
+    options = LabelTable(table, max_refused=1)
+    _, by_split = list_table(table.parent / "images", options, None)
+    found = {split: "".join(name[0] for name in sorted(by_split[split])) for split in by_split}
+    assert found == expected
+    said = " ".join(capsys.readouterr().out.split())
+    role = "not used: note" if column == "note" else f"split in column {column.strip()};"
+    assert role in said
+    assert ("not a split: blank (1)" in said) == ("" in cells)
+
+
+def test_no_column_of_splits_and_labels_of_words_are_taken_as_asked(table, capsys):
+    """A label's part may be another label, and a class may be called train."""
+    rows = '1,tank,0\n2,train\n3,"tank, old",1\n4,train\n'
+    table.write_text(f"name,label,fold\n{rows}")
+    options = LabelTable(table, columns="split=")
+    listing, by_split = list_table(table.parent / "images", options, None)
+    assert listing.class_names == ["tank", "tank, old", "train"]
+    assert {*by_split} == {""}
+    assert "not used: fold; 4 rows;" in capsys.readouterr().out
 
 
 def test_a_column_has_the_splits(table):

@@ -27,14 +27,19 @@ SPLITS = {
     "train": "train",
     "training": "train",
     "trainval": "train",
+    "trn": "train",
     "val": "validation",
     "valid": "validation",
     "validation": "validation",
     "dev": "validation",
+    "publictest": "validation",
     "test": "test",
     "testing": "test",
     "eval": "test",
     "evaluation": "test",
+    "tst": "test",
+    "holdout": "test",
+    "privatetest": "test",
 }
 # Matches the name of a split's folder: Training, train_set, val-images, seg_test, train2017.
 SPLIT_NAME = re.compile(

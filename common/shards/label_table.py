@@ -3,8 +3,9 @@
 import csv
 import io
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,20 @@ from common.errors import UserError
 from common.files import canonical_name, read_text
 from common.launchers import is_first_process
 from common.shards.source import ImageListing, check_split
-from common.text import print_some, print_wrapped
+from common.text import list_some, print_some, print_wrapped
 
 ROLES = ("path", "label", "split")
 # of columns; where one has such a name, others that may be labels do not count
 LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "target")
+# Columns that ask for one split, is_test or test, and what their cells answer.
+QUESTION = re.compile(f"(?:is[_ -]?)?{SPLIT_NAME.pattern}", re.IGNORECASE)
+ANSWERS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+# Columns that may tell the test rows, by their names.
+SPLIT_COLUMN = re.compile(
+    f".*split|sub_?set|set|usage|partition|folds?|k_?fold|phase|hold_?out|{QUESTION.pattern}",
+    re.IGNORECASE,
+)
+SEPARATORS = re.compile(r"[|;,&+/\s\[\]()'\"]+")  # of several labels in a cell
 MAX_TABLE = 1 << 30  # bytes; ten million rows fit
 
 Rows = list[tuple[int, dict[str, str]]]  # the line in the file, and cells by column
@@ -56,8 +66,7 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     by_split, refused = _match(rows, columns, files)
     count = f"rows or images without a match: {len(refused):,}"
     if is_first_process():
-        said = ", ".join(f"{role} in column {name}" for role, name in columns.items())
-        print_wrapped(f"{table.path}: {said}; {len(rows):,} rows; {count}")
+        print_wrapped(f"{table.path}: {_describe(columns, header, rows, by_split)}; {count}")
         print_some(refused, 5)
     total = max(len(rows), len(names))
     if len(refused) > table.max_refused * total or not by_split:
@@ -87,13 +96,59 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     return ImageListing(root, [*labels], splits, refused=refused), by_split
 
 
+def _describe(
+    columns: Mapping[str, str], header: Sequence[str], rows: Rows, by_split: BySplit
+) -> str:
+    """Return which columns are used for what, which are not, and what the rows say."""
+    parts = [f"{role} in column {name}" for role, name in columns.items()]
+    unused = [name for name in header if name and name not in columns.values()]
+    if unused:
+        parts.append(f"not used: {list_some(unused, 20)}")
+    parts.append(f"{len(rows):,} rows")
+    if "split" in columns:
+        name = columns["split"]
+        images = [f"{len(of_split):,} {split}" for split, of_split in sorted(by_split.items())]
+        parts.append(f"images: {', '.join(images)}")
+        unknown = Counter(row[name] for _, row in rows if not _split_of(name, row[name]))
+        if unknown:
+            parts.append(f"not a split: {_describe_values(unknown)}")
+    return "; ".join(parts)
+
+
+def _describe_values(counts: Counter[str]) -> str:
+    """Return the most frequent values with their numbers."""
+    return list_some([f"{value or 'blank'} ({n:,})" for value, n in counts.most_common()])
+
+
+def _split_of(column: str, cell: str) -> str:
+    """Return the split that a cell names, or "". In is_train, 0 is test; in is_test it is train."""
+    word = SPLIT_NAME.fullmatch(cell)
+    if word:
+        return SPLITS[word[1].lower()]
+    question = QUESTION.fullmatch(column)
+    answer = ANSWERS.get(cell.lower())
+    if not question or answer is None:
+        return ""
+    split = SPLITS[question[1].lower()]
+    if answer:
+        return split
+    return "test" if split == "train" else "train"
+
+
+def _has_several(label: str, labels: Collection[str]) -> bool:
+    """Return whether a cell holds several labels: all of them alone elsewhere, or with | or ;."""
+    parts = [part for part in SEPARATORS.split(label) if part]
+    is_list = label.startswith("[") or "|" in label or ";" in label
+    return len(parts) > 1 and (is_list or all(part in labels for part in parts))
+
+
 def _key(name: str) -> str:
     """Return a path as it compares, of Windows too."""
     return canonical_name(os.path.normpath(name.strip().replace("\\", "/")))
 
 
 def _read_rows(path: Path) -> tuple[Sequence[str], Rows]:
-    """Return the names of the columns, and the rows that are not empty."""
+    """Return the names of the columns, and the rows that are not empty, without outer spaces."""
     # Excel writes a byte-order mark, which would be part of the first column's name.
     text = read_text(path, MAX_TABLE).removeprefix("\ufeff")
     reader = csv.DictReader(
@@ -104,11 +159,21 @@ def _read_rows(path: Path) -> tuple[Sequence[str], Rows]:
         skipinitialspace=True,
         strict=True,  # a quote that is not closed would take in all that follows
     )
+    rows: Rows = []
     try:
-        rows = [(reader.line_num, row) for row in reader if any(row.values())]
+        header = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = header
+        for row in reader:
+            # The key None is csv's, for a list of the cells beyond the header's.
+            cells = {name: cell.strip() if name is not None else cell for name, cell in row.items()}
+            if any(cells.values()):
+                rows.append((reader.line_num, cells))
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.reader.line_num}: {error}; mend it") from error
-    return reader.fieldnames or (), rows
+    for name, number in Counter(filter(None, header)).items():
+        if number > 1:
+            raise UserError(f"{path}: {number} columns are named {name}; rename or remove one")
+    return header, rows
 
 
 def _find_columns(
@@ -122,8 +187,9 @@ def _find_columns(
         raise UserError(
             f"--columns or DATA.columns, {table.columns}: write path=NAME,label=NAME; {known}"
         )
+    has_no_split = found.get("split") == ""
     for name in found.values():
-        if name not in header:
+        if name not in header and not (has_no_split and not name):
             raise UserError(
                 f"--columns or DATA.columns, {table.columns}: no column {name}; {known}"
             )
@@ -148,14 +214,41 @@ def _find_columns(
         missing = _name_missing([cell for name in possible for cell in cells[name]], root, files)
         raise UserError(f"{table.path}: no row names an image: {missing}")
     choose("path", [name for name in possible if hits[name] == max(hits.values())])
-    splits = [name for name in left if all(map(SPLIT_NAME.fullmatch, cells[name]))]
+    splits = _find_splits({name: Counter(cells[name]) for name in left}, known, found)
     if splits:
         choose("split", splits)
+    if has_no_split:
+        del found["split"]
     named = [name for name in left if name.lower() in LABEL_NAMES]
     # identifiers and sizes rarely do
     repeating = [name for name in left if 2 * len({*cells[name]}) <= len(rows)]
     choose("label", named or repeating or left)
     return found
+
+
+def _find_splits(
+    columns: Mapping[str, Counter[str]], known: str, found: Mapping[str, str]
+) -> list[str]:
+    """Return which columns have mostly splits, given the numbers of their values.
+
+    Raises `UserError` where none has, but a name says that one may tell the test rows.
+    """
+    splits = []
+    doubtful = ""
+    for name, counts in columns.items():
+        filled = counts.total() - counts[""]
+        words = sum(number for cell, number in counts.items() if _split_of(name, cell))
+        if 2 * words > filled and name.lower() not in LABEL_NAMES:
+            splits.append(name)
+        elif SPLIT_COLUMN.fullmatch(name) and len(counts) > 1:
+            doubtful = name
+    if doubtful and not splits and "split" not in found:
+        raise UserError(
+            f"{known}; {doubtful} may tell the test rows, but its values are "
+            f"{_describe_values(columns[doubtful])}: write train, val and test, or add --columns "
+            "split= to use all rows"
+        )
+    return splits
 
 
 def _name_missing(cells: Sequence[str], root: Path, files: Mapping[str, str]) -> str:
@@ -174,11 +267,13 @@ def _match(
     """Return the images that have one label, and a line for each row and image without a match."""
     refused = []
     found: dict[str, set[tuple[str, str]]] = defaultdict(set)  # split and class of each path
+    labels = {row[columns["label"]] for _, row in rows}
+    several = {label for label in labels if _has_several(label, labels)}
+    column = columns.get("split")
     for line, row in rows:
         path = files.get(_key(row[columns["path"]]), "")
-        label = canonical_name(row[columns["label"]].strip())
-        word = row[columns["split"]] if "split" in columns else "train"
-        split = SPLIT_NAME.fullmatch(word)
+        label = canonical_name(row[columns["label"]])
+        split = _split_of(column, row[column]) if column else ""
         # A row with a fault leaves an entry too: its image is not counted again, as without a row.
         answers = found[path]
         fault = ""
@@ -188,10 +283,12 @@ def _match(
             fault = "no such image"
         elif not label:
             fault = "no label"
-        elif not split:
-            fault = f"split {word!r} is not train, val or test"
+        elif row[columns["label"]] in several:
+            fault = f"several labels in a cell: {label}"
+        elif column and not split:
+            fault = f"split {row[column]!r} is not train, val or test"
         else:
-            answers.add((SPLITS[split[1].lower()] if "split" in columns else "", label))
+            answers.add((split, label))
         if fault:
             refused.append(f"line {line}: {row[columns['path']]}: {fault}")
     by_split: BySplit = defaultdict(dict)

@@ -124,7 +124,8 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
     assert made == made[:1] * 4
     assert made[0]["labels.txt"].decode().splitlines() == WORDS
     said = capsys.readouterr().out
-    assert said.count("train-0.parquet: images of column image, labels of label\n") == 1
+    columns = "images of column image, labels of label; not used: id, mask\n"
+    assert said.count(f"train-0.parquet: {columns}") == 1
 
     for source in ("folder", "tars"):
         with pytest.raises(UserError, match=f"{source}: no test split, only train, validation; na"):
@@ -141,13 +142,13 @@ def test_class_folders_are_split_by_class(tmp_path):
     names = [f"b/{i}{IMG_EXTENSIONS[i % 9]}" for i in range(20)]
     names += [f"a/{i}" for i in range(10)] + ["c/x/0.jpg"]
     hidden = (".git/x", "@eaDir/1.jpg/2.jpg", "a/.cache/1.jpg", "a/@eaDir/1.jpg/2.jpg")
-    fill(tmp_path, dict.fromkeys((*names, *hidden, "a/1.jpg.1", "a/1.db"), b"1"))
+    fill(tmp_path, dict.fromkeys((*names, *hidden, "a/1.jpg.1", "a/1.db", "z.jpg"), b"1"))
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
     (tmp_path / "c/x/more").symlink_to(tmp_path / "b")
     source = list_source(tmp_path)
     assert source.class_names == ["a", "b", "c"]
     assert source.summary == (
-        f"{tmp_path}: 3 classes (a, b, c), 8 to 17 train images each; 2 files ignored, such as "
+        f"{tmp_path}: 3 classes (a, b, c), 8 to 17 train images each; 3 files ignored, such as "
         f"{tmp_path}/a/1.db"
     )
     assert Counter(label for _, label in source.splits["validation"]) == {0: 2, 1: 5, 2: 4}
@@ -201,13 +202,15 @@ def test_a_class_behind_a_broken_link_is_refused(tmp_path):
 
 
 def test_samples_of_one_name_are_all_there(tmp_path):
-    views = {"0.bmp": b"another", "0.mask.jpg": b"", "0.jpg": b"", "0.cls": b"0"}
-    samples = tar_of(views | {"1.TIFF": b"", "1.cls": b"1"})
-    tars = dict.fromkeys(("Training/0.tar", "Training/1.tar", "val0/0.tar"), samples)
+    views = {"0.bmp": b"another", "0.mask.jpg": b"", "0.gif": b"", "0.jpg": b"", "0.cls": b"0"}
+    samples = tar_of(views | {"1.TIFF": b"", "1.cls": b"1", "2.gif": b"", "2.cls": b"2"})
+    tars = dict.fromkeys(("Training/0.tar", "train_test/train-1.tar", "val0/0.tar"), samples)
     source = list_source(fill(tmp_path, tars | {"testing-0.tar": b""}))
     listed = {}
     for container in tars:
-        listed[container] = [(f"{container}/0/0.jpg", 0), (f"{container}/1/1.TIFF", 1)]
+        # A kind that is not read is listed all the same, so that it is refused and counted.
+        names = "0/0.jpg", "1/1.TIFF", "2/2.gif"
+        listed[container] = [(f"{container}/{name}", label) for label, name in enumerate(names)]
     first, second, validation = listed.values()
     assert source.splits == {"train": first + second, "validation": validation}
     before = source.fingerprint
@@ -251,6 +254,7 @@ REFUSED: list[tuple[Files, str]] = [
     (FLAT, "no class has images enough to hold 20% out for validation; add "),
     (TRAIN | {"val/images/3": b"", TINY: b""}, f"{TINY}: labels in a file; sort .* while read f"),
     ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
+    ({"train_val-0.tar": b""}, "train_val-0.tar: named as train and validation; rename it"),
     (TRAIN | {"val/v": b""}, f"no class folders; put {KIT} into"),
     (TRAIN | {"val/v": b"", KIT: tar_of({"1": b""}, "w:gz")[:40]}, f"{KIT}: .*; download it again"),
     (TRAIN | {"val/a/.3": b""}, "val: no images; they are expected as"),

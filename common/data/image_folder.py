@@ -6,7 +6,7 @@ import random
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,12 +83,11 @@ def list_folders(path: Path) -> list[str]:
     return sorted(names)
 
 
-def _has_images(folder: Path) -> bool:
-    """Return whether images lie in ``folder`` itself."""
-    return any(
-        _is_image(path.name) and not _is_hidden(path.name) and not path.is_dir()
-        for path in folder.iterdir()
-    )
+def _loose_images(folder: Path) -> Iterator[Path]:
+    """Yield the images in ``folder`` itself."""
+    for path in folder.iterdir():
+        if _is_image(path.name) and not _is_hidden(path.name) and not path.is_dir():
+            yield path
 
 
 def find_splits(root: Path) -> dict[str, Path]:
@@ -104,7 +103,7 @@ def find_splits(root: Path) -> dict[str, Path]:
         if not split:
             others.append(name)
         # A folder with neither has tars, or nothing.
-        elif list_folders(root / name) or _has_images(root / name):
+        elif list_folders(root / name) or any(_loose_images(root / name)):
             by_split.setdefault(SPLITS[split[1].lower()], []).append(root / name)
     for split, folders in by_split.items():
         beside = [*folders[1:], *others]
@@ -121,7 +120,7 @@ def _check_levels(folder: Path, classes: Sequence[str]) -> None:
     """Raise `UserError` where class folders hold class folders, as in a set copied into itself."""
     levels = {folder: {*classes}}
     for name in classes:
-        inside = set() if _has_images(folder / name) else {*list_folders(folder / name)}
+        inside = set() if any(_loose_images(folder / name)) else {*list_folders(folder / name)}
         for other, names in levels.items():
             # One common name may be chance: a class may be named like a subclass of another.
             if len(inside & names) > 1:
@@ -249,6 +248,8 @@ def list_splits(
                 f"{folder / unknown[0]}: this class has no training images; remove it or add them"
             )
         splits[split] = list_classes(root, folder, classes, ignored) if names else []
+        if ignored is not None:
+            ignored += sorted(_loose_images(folder))  # beside the class folders
         if not splits[split]:
             raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
     empty = {*range(len(classes))} - {label for _, label in splits["train"]}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from common.data.image_folder import SPLIT_NAME, SPLITS
+from common.data.image_folder import IMAGE_SUFFIX, SPLIT_NAME, SPLITS
 from common.errors import UserError
 from common.files import canonical_name
 from common.shards.dataset import LABELS, read_labels
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pyarrow import DataType
     from pyarrow.parquet import ParquetFile
 
-# For tars. The order decides between images of one key, as webdataset's "jpg;jpeg;png" does.
+# For tars. The order decides between images of one key, as webdataset's "jpg;jpeg;png" does; other
+# kinds come last, and are refused when they are decoded.
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")
 
 
@@ -49,12 +50,18 @@ def find_containers(root: Path) -> list[str]:
 
 
 def split_of(container: str) -> str:
-    """Return the split that a word of a path names, or ""."""
-    # "data/train-00000-of-00002.parquet" has the words data, train, of and parquet.
-    for word in re.split(r"[^a-z]+", container.lower()):
-        match = SPLIT_NAME.fullmatch(word)
-        if match:
-            return SPLITS[match[1]]
+    """Return the split that a word of a file's name, else of its folder's, says, or "".
+
+    Raises `UserError` for words of several.
+    """
+    for name in reversed(container.lower().split("/")):
+        # "train-00000-of-00002.parquet" has the words train, of and parquet.
+        words = map(SPLIT_NAME.fullmatch, re.split(r"[^a-z]+", name))
+        splits = sorted({SPLITS[word[1]] for word in words if word})
+        if len(splits) > 1:
+            raise UserError(f"{container}: named as {' and '.join(splits)}; rename it")
+        if splits:
+            return splits[0]
     return ""
 
 
@@ -103,10 +110,13 @@ def _list_each(
             continue
         with _open_parquet(path) as table:
             listings[container] = _list_rows(table, path, container)
-        columns = printable(f"images of column {table.images}, labels of {table.labels}")
+            others = {*table.file.schema_arrow.names} - {table.images, table.labels}
+        columns = f"images of column {table.images}, labels of {table.labels}"
+        if others:
+            columns += f"; not used: {', '.join(sorted(others))}"
         # A hundred files usually have the same columns: print them once.
         if columns != printed:
-            print(f"{printable(path)}: {columns}")
+            print(printable(f"{path}: {columns}"))
             printed = columns
         # Labels are numbers: with other names in another file they would mean other classes.
         if table.class_names and class_names not in (None, table.class_names):
@@ -202,9 +212,10 @@ def _list_webdataset(path: Path, container: str) -> list[LabelledImage]:
         stem, _, suffix = base.partition(".")
         key = f"{folder}/{stem}"
         suffix = suffix.lower()
-        if suffix in IMAGE_SUFFIXES:
+        if suffix and IMAGE_SUFFIX.fullmatch(f".{suffix}"):
             position = TarPosition(container, member.offset_data, member.size)
-            image = (IMAGE_SUFFIXES.index(suffix), member.name, position)
+            rank = [*IMAGE_SUFFIXES, suffix].index(suffix)
+            image = (rank, member.name, position)
             # Keep the first by suffix: masks and other views of the sample are left out.
             images[key] = min(image, images.get(key, image))
         elif suffix == "cls":

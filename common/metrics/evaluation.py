@@ -5,7 +5,8 @@ numbers. scikit-learn would want every sample's answer; torchmetrics has states 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,18 @@ def rank_evaluation(figures: Mapping[str, float | None], metric: str) -> Best:
     if score is None or loss is None or not math.isfinite(score + loss):
         return Best()
     return Best(score, -loss)
+
+
+def rank_repetitions(evaluations: Sequence[Mapping[str, float | None]], metric: str) -> Best:
+    """Return how good the best evaluations of runs that differ only in their seeds are.
+
+    These are the means of score and loss. Without any, or where `rank_evaluation` finds one no
+    better than none, it is `Best()`.
+    """
+    ranks = [rank_evaluation(figures, metric) for figures in evaluations]
+    if not ranks or Best() in ranks:
+        return Best()
+    return Best(*map(fmean, zip(*ranks, strict=True)))
 
 
 class Counts:

@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import f1_score, recall_score, roc_auc_score
 
 from common.engine.upstream import ParallelMode
-from common.metrics.evaluation import Counts, auroc
+from common.metrics.evaluation import Best, Counts, auroc, rank_repetitions
 from common.testing.ranks import launched, run_ranks
 from common.tools import evaluate
 
@@ -53,6 +53,22 @@ def test_metrics_are_scikit_learns(classes, ranks):
     for metrics in run_ranks(ranks, measure, classes, 23, ranks):
         assert metrics.pop("top5") >= metrics["top1"]
         assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_repetitions_rank_by_their_means_and_the_loss_decides_between_equal_ones():
+    measured = [(0.75, 2.0), (0.25, 1.0), (0.5, 1.4)]
+    a, b, c = ({"top1": top1, "loss": loss} for top1, loss in measured)
+    assert rank_repetitions([a, b], "top1") == Best(0.5, -1.5)
+    assert rank_repetitions([c], "top1") > rank_repetitions([a, b], "top1")
+    assert rank_repetitions([b, c], "loss") > rank_repetitions([a], "loss")
+    # the score of a user's hook goes before the metric, as in checkpoints/best
+    assert rank_repetitions([b | {"score": 9.0}], "top1") > rank_repetitions([a], "top1")
+
+
+@pytest.mark.parametrize("failed", [{}, {"top1": 0.9, "loss": math.nan}, {"loss": 1.0}])
+def test_a_repetition_without_a_finite_metric_makes_its_combination_no_better_than_none(failed):
+    fine = {"top1": 0.5, "loss": 1.0}
+    assert rank_repetitions([fine, failed], "top1") == rank_repetitions([], "top1") == Best()
 
 
 def test_an_auroc_that_is_not_defined_is_nan():

@@ -137,18 +137,17 @@ def average_classes(counts_3C: np.ndarray) -> dict[str, float]:
     }
 
 
-def auroc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = None) -> float:
+def auroc(labels: np.ndarray, scores: np.ndarray) -> float:
     """Return the probability that a sample of class 1 scores above one of class 0.
 
-    Equal scores count half. A sample counts ``weights`` times.
+    Equal scores count half.
     """
     if np.isnan(scores).any():
         return math.nan
-    weights = np.ones(len(labels)) if weights is None else weights
     # [V] different scores, and which of them each sample has [N]
     values, places = np.unique(scores, return_inverse=True)
     negatives, positives = (
-        np.bincount(places, weights * (labels == label), minlength=len(values)) for label in (0, 1)
+        np.bincount(places[labels == label], minlength=len(values)) for label in (0, 1)
     )
     # the pairs of a sample of each class, and the negatives below each score [V]
     pairs = negatives.sum() * positives.sum()

@@ -5,13 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest
 from sklearn.metrics import f1_score, recall_score, roc_auc_score
 
 from common.engine.upstream import ParallelMode
 from common.metrics.evaluation import Best, Counts, auroc, rank_repetitions
 from common.testing.ranks import launched, run_ranks
-from common.tools import evaluate
 
 
 def draw(classes: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,30 +72,3 @@ def test_a_repetition_without_a_finite_metric_makes_its_combination_no_better_th
 def test_an_auroc_that_is_not_defined_is_nan():
     assert math.isnan(auroc(np.ones(3), np.arange(3.0)))
     assert math.isnan(auroc(np.arange(2), np.array([0.0, math.nan])))
-
-
-@pytest.mark.parametrize("right", [0, 7, 23])
-def test_wilson_is_scipys(right):
-    expected = binomtest(right, 23).proportion_ci(method="wilson")
-    assert evaluate.wilson_interval(right, 23) == pytest.approx(tuple(expected), abs=1e-6)
-
-
-def test_bootstrap_is_that_of_scikit_learns_metrics(monkeypatch):
-    monkeypatch.setattr(evaluate, "RESAMPLES", 50)
-    logits, labels = draw(2, 60)
-    answers, truth = logits.argmax(1).numpy(), labels.numpy()
-    margins = (logits[:, 1] - logits[:, 0]).numpy()
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
-    found = evaluate.bootstrap(
-        np.stack([truth, answers, truth == answers]), np.stack([losses, margins]), 2
-    )
-    generator = np.random.default_rng(0)
-    drawn = [generator.integers(60, size=60) for _ in range(50)]
-    metrics = {
-        "loss": lambda index: losses[index].mean(),
-        "macro_f1": lambda index: f1_score(truth[index], answers[index], average="macro"),
-        "auroc": lambda index: roc_auc_score(truth[index], margins[index]),
-    }
-    for name, metric in metrics.items():
-        expected = np.percentile([metric(index) for index in drawn], (2.5, 97.5))
-        assert found[name] == pytest.approx(tuple(expected))

@@ -8,12 +8,11 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 
 import argparse
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from common.engine.upstream import ParallelMode
 from common.errors import UserError
 from common.files import own_file, short_path, write_csv
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
-from common.metrics.evaluation import Counts, auroc, average_classes
+from common.metrics.evaluation import Counts
 from common.metrics.metrics_file import finite
 from common.metrics.plot import build_figure, save_figure
 from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
@@ -42,14 +41,13 @@ from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
+from common.tools.intervals import METHODS, Interval, measure_intervals
 
 SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
 # What leaves 17 letters of a longer name there. Its end may have a number.
 CUT = re.compile("(?<=^.{7}).{3,}(?=.{8}$)")
 NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN = 2000  # most classes of which there is a picture
-RESAMPLES = 1000  # of the bootstrap
-NORMAL_95 = 1.959964  # the normal distribution's quantile of 97.5 %
 
 
 def main(argv: list[str]) -> None:
@@ -164,13 +162,6 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
     return "-".join(parts)
 
 
-class Interval(NamedTuple):
-    """The limits of a confidence interval of 95 %."""
-
-    low: float
-    high: float
-
-
 class Tally:
     """Count over the evaluation set: ``metrics``, and ``answers`` and ``measured`` by sample."""
 
@@ -190,7 +181,7 @@ class Tally:
         self.losses.append(torch.stack([loss_B.double(), margin_B]))
 
     def sum_over_ranks(self) -> None:
-        """Set ``metrics`` to those of all ranks, and gather what `bootstrap` takes."""
+        """Set ``metrics`` to those of all ranks, and gather what intervals take."""
         labels = torch.cat(self.batches, dim=1).cpu().numpy()
         losses = torch.cat(self.losses, dim=1).cpu().numpy()
         kept = labels[0] >= 0  # not in `add`, where a GPU would have to wait
@@ -234,10 +225,7 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
 def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]) -> None:
     """Write the results to ``output`` and print them; ``how``: by what labels were matched."""
     metrics = tally.metrics
-    classes = len(run.class_names)
-    right = int(np.count_nonzero(tally.answers[0] == tally.answers[1]))
-    intervals = {"top1": wilson_interval(right, tally.answers.shape[1])}
-    intervals |= bootstrap(tally.answers, tally.measured, classes)
+    intervals = measure_intervals(metrics, tally.answers, tally.measured)
     rows = describe_classes(run.class_names, tally.answers)
     about = {
         "checkpoint": str(run.checkpoint),
@@ -286,57 +274,10 @@ def describe_metrics(
             "metric": name,
             "value": f"{metrics[name]:.4f}",
             "95 % interval": f"{low:.4f} to {high:.4f}",
-            "by": "Wilson" if name == "top1" else f"bootstrap, {RESAMPLES:,} resamples",
+            "by": METHODS[name],
         }
         for name, (low, high) in intervals.items()
     ]
-
-
-def wilson_interval(right: int, samples: int) -> Interval:
-    """Return Wilson's score interval of 95 % for a share, ``right`` of ``samples``."""
-    # The normal approximation would have no width where all answers are right.
-    share = right / samples
-    spread = NORMAL_95**2 / samples
-    middle = share + spread / 2
-    half = NORMAL_95 * math.sqrt(share * (1 - share) / samples + spread / (4 * samples))
-    return Interval((middle - half) / (1 + spread), (middle + half) / (1 + spread))
-
-
-def bootstrap(answers: np.ndarray, measured: np.ndarray, classes: int) -> dict[str, Interval]:
-    """Return the 95 % interval of each metric but top-1, by name: percentiles of resamples.
-
-    ``answers`` as in `describe_classes`; ``measured`` [2, samples]: loss, and the score of class 1
-    of two. The same at every call.
-    """
-    labels, best, is_among_5 = answers
-    losses, scores = measured
-    samples = len(labels)
-    if classes == 2 and not np.isnan(scores).any():
-        # ranks, which sort faster
-        scores = np.unique(scores, return_inverse=True)[1]
-    # Class number `classes` stands for none, and its count is cut off below.
-    right = np.where(labels == best, labels, classes)
-    answered = np.where(best >= 0, best, classes)
-    # Fixed: the same run has the same intervals at every call.
-    generator = np.random.default_rng(0)
-    rows = []
-    for _ in range(RESAMPLES):
-        # how often each sample is drawn
-        times = np.bincount(generator.integers(samples, size=samples), minlength=samples)
-        counts = [np.bincount(of, times, classes + 1)[:-1] for of in (labels, right, answered)]
-        row = {"top5": is_among_5 @ times / samples, "loss": losses @ times / samples}
-        row |= average_classes(np.stack(counts))
-        if classes == 2:
-            row["auroc"] = auroc(labels, scores, times)
-        rows.append(row)
-    return {name: _middle_95([row[name] for row in rows]) for name in rows[0]}
-
-
-def _middle_95(values: Sequence[float]) -> Interval:
-    """Return the percentiles 2.5 and 97.5 of the values that are finite; NaN without any."""
-    # a resample without one of two classes has no AUROC
-    known = [value for value in values if math.isfinite(value)]
-    return Interval(*(np.percentile(known, (2.5, 97.5)).tolist() if known else (math.nan,) * 2))
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Errors that users can fix, and how every command of the project reports them."""
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from common.text import printable
 # Seconds that the other processes wait: a launcher ends the first once another has left, and it has
 # to print its line before.
 PATIENCE = 5.0
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit on the size of files
 Explanation = Callable[[Exception], str]
 _at_end = ExitStack()  # calls the functions of `at_end`, the last one first
 _explanations: list[Explanation] = []
@@ -74,22 +76,31 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
-        # What is buffered is written here, where a closed pipe is handled.
+        # What is buffered is written here, where a closed pipe and a full disk are handled.
         print(end="", flush=True)
     except BrokenPipeError:
-        # Python flushes standard output once more at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end_output()
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         mistake = error if isinstance(error, UserError) else _explain(error)
         if mistake is None or "--debug" in argv:
             raise
         _report(mistake)
+        _end_output()
         sys.exit(2)  # as argparse after a wrong command line
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
         _at_end.close()
+
+
+def _end_output() -> None:
+    """Write what is buffered, and let go of a standard output that does not take it."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        # Python flushes it once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(error: Exception) -> RankError | None:
@@ -113,6 +124,8 @@ def _explain_os_error(error: Exception) -> str:
             f"/dev/shm: {error.strerror}: worker processes need to write to it; start the "
             "container with --ipc=host or --shm-size=1g, or train with DATA.workers=0"
         )
+    if error.errno in DISK_FULL:
+        return f"output cannot be written ({error.strerror}); free space or write elsewhere"
     return ""
 
 

@@ -157,14 +157,14 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
     raise UserError(line[:400])  # the value may be of any length
 
 
-def own_file(path: Path) -> Path:
+def own_file(path: Path, option: str = "--output") -> Path:
     """Create the folder of ``path`` and return ``path``; raise `UserError` if it cannot be written.
 
-    Refuses a link, which in a stranger's run may lead to any file of ours, and a pipe, which waits
-    for a reader.
+    ``option`` chose the path. Refuses a link, which in a stranger's run may lead to any file of
+    ours, and a pipe, which waits for a reader.
     """
     folder = path.parent
-    remedy = "choose another place with --output"
+    remedy = f"choose another place with {option}"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{path}: a link, or not a regular file; remove it, or {remedy}")
     with contextlib.suppress(OSError):
@@ -174,9 +174,41 @@ def own_file(path: Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `UserError` if ``path`` cannot be written within the context, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        # NumPy's has no `strerror`.
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); free space or choose another "
+            "place"
+        ) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a file beside ``path`` to write, which then replaces it.
+
+    If it cannot be written, ``path`` stays as it was. Raises `UserError` as `own_file` and
+    `writing`.
+    """
+    # The suffix stays: some writers take the format from it.
+    partial = own_file(path).with_name(f".partial-{path.name}")
+    try:
+        with writing(path):
+            partial.unlink(missing_ok=True)  # a stranger's may be a link, as in `own_file`
+            yield partial
+            sync(partial)  # Where the disk is remote, a full one may show here.
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the rows under a header."""
-    with own_file(path).open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         # csv ends lines with CRLF by default.
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()

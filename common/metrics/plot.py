@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.files import own_file
+from common.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ def place_legend(axes: "Axes", columns: int = 1) -> None:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure to ``path``, as PNG or JPEG."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), replacing(path) as partial:
         # A character that the font lacks, in a class's name, is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(own_file(path), dpi=150, pil_kwargs={"quality": 90})
+        figure.savefig(partial, dpi=150, pil_kwargs={"quality": 90})

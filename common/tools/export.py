@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.model_keys import NOT_IN_TIMM
 from common.errors import UserError
-from common.files import own_file, short_path
+from common.files import own_file, short_path, writing
 from common.model.build import timm_architecture
 from common.task import find_task
 from common.tools.arguments import build_parser, name_classes
@@ -80,14 +80,23 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     if target == "timm" and about["architecture"] == "none":
         missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM.items())
         raise UserError(f"--to timm: timm has no {missing} of MODEL; export to safetensors or onnx")
-    # Written first: the writers of timm's and safetensors' files read it.
-    own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-    exported = FORMATS[target](model, size, output)
-    difference = _compare(model, exported, size)
-    if not difference < TOLERANCE:  # `not <` holds for NaN too
-        raise UserError(
-            f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest"
-        )
+    description = own_file(output / "config.json")
+    try:
+        with writing(output):
+            # Written first: the writers of timm's and safetensors' files read it.
+            description.write_text(json.dumps(about, indent=2) + "\n")
+            exported = FORMATS[target](model, size, output)
+        difference = _compare(model, exported, size)
+        if not difference < TOLERANCE:  # `not <` holds for NaN too
+            raise UserError(
+                f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the "
+                "largest"
+            )
+    except BaseException:
+        # Half an export is of no use, and would be in the way of the next.
+        for file in output.iterdir():
+            file.unlink()
+        raise
     return difference
 
 

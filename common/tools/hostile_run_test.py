@@ -29,6 +29,10 @@ def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, tool, name):
     link.symlink_to(tmp_path / "ours")
     with pytest.raises(UserError, match=f"{link}: a link, or not a regular file; remove it"):
         tool.main([str(hostile)])
+    # nor through one where a file is prepared before it takes its place
+    link.unlink()
+    link.with_name(f".partial-{link.name}").symlink_to(tmp_path / "ours")
+    tool.main([str(hostile)])
     assert not (tmp_path / "ours").exists()
 
 

@@ -7,6 +7,7 @@ python scripts/predict.py outputs/vit-b16 photographs --features photographs.npy
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from common.data.decoding import MAX_BYTES, UNREADABLE, decode_image
 from common.data.image_folder import list_files
 from common.engine.predictor import Predictor
 from common.errors import UserError
-from common.files import read_bytes, short_path
+from common.files import own_file, read_bytes, replacing, short_path
 from common.task import find_task
 from common.text import printable
 from common.tools.arguments import build_parser, name_classes
@@ -97,24 +98,26 @@ def _check_features(path: Path) -> None:
         raise UserError(f"--features {path}: name a file that ends in .npy or {PARQUET}")
     if path.suffix == PARQUET and not find_spec("pyarrow"):
         raise UserError(f"--features {path} needs pyarrow: pip install pyarrow, or write a .npy")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    own_file(path, "--features")
 
 
 def write_features(path: Path, images: list[str], features: Sequence[np.ndarray]) -> list[int]:
     """Write the features of each image as .npy, float32 [images, width], or as .parquet.
 
-    Rows of one value, NaN, are repeated to the width of the others. Returns the shape.
+    Rows of one value, NaN, are repeated to the width of the others. In a name, bytes that are not
+    UTF-8 become ``\\xe9`` in .parquet. Returns the shape.
     """
     # The row of an image that could not be read has one value, as the width was not known.
     features_ND = np.stack(np.broadcast_arrays(*features))
-    if path.suffix == PARQUET:
-        import pyarrow.parquet
+    with replacing(path) as partial:
+        if path.suffix == PARQUET:
+            import pyarrow.parquet
 
-        table = pyarrow.table({"image": images, "features": list(features_ND)})
-        pyarrow.parquet.write_table(table, path)
-    else:
-        np.save(path, features_ND)
+            names = [os.fsencode(image).decode(errors="backslashreplace") for image in images]
+            table = pyarrow.table({"image": names, "features": list(features_ND)})
+            pyarrow.parquet.write_table(table, partial)
+        else:
+            np.save(partial, features_ND)
     return [*features_ND.shape]
 
 

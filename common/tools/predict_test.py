@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -117,6 +118,15 @@ def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_pa
     for answer, features in zip(answers, expected * 9, strict=True):
         np.testing.assert_allclose(answer["features"], features, atol=2e-3)
     assert loaded.call_count == 1
+
+
+def test_names_that_are_not_utf8_have_a_row_of_features(run, pictures, tmp_path, capsys):
+    """Linux allows any bytes, as unpacked archives of other systems have them."""
+    image = shutil.copy(pictures / "a.png", tmp_path / os.fsdecode(b"caf\xe9.png"))
+    file = tmp_path / "all.parquet"
+    predict.main([str(run), str(image), "--features", str(file)])
+    assert read_table(file).to_pydict()["image"] == [f"{tmp_path}/caf\\xe9.png"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"features   {file}: float32 [1, 32]"
 
 
 def test_a_file_of_features_is_refused_before_the_model_is_read(tmp_path, monkeypatch):

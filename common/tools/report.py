@@ -30,7 +30,7 @@ from jinja2 import Environment
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
-from common.files import own_file, short_path
+from common.files import replacing, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
@@ -127,7 +127,9 @@ def main(argv: list[str]) -> None:
     # Of one run, its own folder.
     common_folder = os.path.commonpath([named.resolve() for named in args.runs])
     output = args.output or Path(common_folder, "report.html")
-    own_file(output).write_text(render(runs), encoding="utf-8")
+    page = render(runs)
+    with replacing(output) as partial:
+        partial.write_text(page, encoding="utf-8")
     print(f"{short_path(output)}  ({counted(len(runs), 'run')})")
 
 

@@ -206,13 +206,20 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def plain_cell(value: object) -> object:
+    """Return a cell of a CSV file: a text that a spreadsheet would compute gets an apostrophe."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@"))
+    return f"'{value}" if is_formula else value
+
+
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the rows under a header."""
+    """Write the rows under a header, as `plain_cell`."""
     with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         # csv ends lines with CRLF by default.
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({name: plain_cell(value) for name, value in row.items()})
 
 
 def sha256_of(path: Path, most: float = math.inf) -> str:

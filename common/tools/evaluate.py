@@ -31,7 +31,7 @@ from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.predictor import Predictor
 from common.engine.upstream import ParallelMode
 from common.errors import UserError
-from common.files import own_file, short_path, write_csv
+from common.files import fingerprint_of, own_file, replacing, short_path, write_csv
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.metrics.evaluation import Counts
 from common.metrics.metrics_file import finite
@@ -87,7 +87,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="default: evaluation/<checkpoint>[-raw][-<data>], in the run",
+        help="default: evaluation/<checkpoint>[-raw][-<data>][-<settings>], in the run",
     )
     add_launch_arguments(parser)
     return parser
@@ -150,7 +150,7 @@ def _print_start(run: SavedRun, data: DataSummary, warning: str, *, is_own_data:
 
 
 def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) -> str:
-    """Return the name of the folder for the results: each data set has its own."""
+    """Return the name of the folder for the results: other data or settings have another."""
     parts = [run.checkpoint.name]
     if args.raw:
         parts.append("raw")
@@ -159,6 +159,13 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
         if args.split:
             parts.append(args.split)
         parts.append(data.fingerprint[:6])
+    settings = list(args.set)
+    named = {"classes": args.classes, "class_order": args.class_order}
+    settings += [f"{key}={value}" for key, value in named.items() if value]
+    if settings:
+        readable = re.sub(r"[^\w.=,+-]+", "_", ",".join(settings))
+        # their values may be of any length
+        parts.append(f"{readable[:40]}-{fingerprint_of(settings)[:6]}")
     return "-".join(parts)
 
 
@@ -223,10 +230,15 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
 
 
 def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]) -> None:
-    """Write the results to ``output`` and print them; ``how``: by what labels were matched."""
+    """Print the results and write them to ``output``; ``how``: by what labels were matched."""
     metrics = tally.metrics
     intervals = measure_intervals(metrics, tally.answers, tally.measured)
     rows = describe_classes(run.class_names, tally.answers)
+    # Printed first: the disk may be full.
+    _print_lowest(rows)
+    print(f"\n{format_table(describe_metrics(metrics, intervals))}")
+    learned = run.class_names[: len(run.about["data"]["class_names"])]
+    print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
     about = {
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
@@ -235,25 +247,16 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     # JSON has no NaN, which AUROC's limits may be.
     limits = {name: finite(interval._asdict()) for name, interval in intervals.items()}
     record = finite(metrics) | {"intervals_95": limits} | about | describe_run(argv)
-    own_file(output / "evaluation.json").write_text(json.dumps(record, indent=2) + "\n")
+    file = output / "evaluation.json"
+    earlier = " (earlier ones are replaced)" if file.exists() else ""
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(record, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
     files = "evaluation.json, classes.csv"
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
-    # Texts of equal length: "0.9000" sorts as its number.
-    lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
-    for row in lowest:  # 80 columns; classes.csv has all
-        del row["top5"]
-        for name in ("class", "mistaken for"):
-            row[name] = CUT.sub("..", row[name])
-    print(
-        f"the {len(lowest)} of {len(rows)} classes with the lowest recall\n{format_table(lowest)}"
-    )
-    print(f"\n{format_table(describe_metrics(metrics, intervals))}")
-    learned = run.class_names[: len(run.about["data"]["class_names"])]
-    print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
-    print_wrapped(f"results    {short_path(output)}: {files}", 11)
+    print_wrapped(f"results    {short_path(output)}: {files}{earlier}", 11)
     line = "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}"
     print(line.format(**metrics), flush=True)
     missing = np.count_nonzero(tally.answers[1] < 0)
@@ -263,6 +266,17 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
             "the model's outputs are not finite (NaN); --set fp16=None computes in float32, or "
             "name an earlier checkpoint"
         )
+
+
+def _print_lowest(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the classes with the lowest recall, in 80 columns; classes.csv has all."""
+    # Texts of equal length: "0.9000" sorts as its number.
+    lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
+    shown = []
+    for row in lowest:
+        names = {name: CUT.sub("..", row[name]) for name in ("class", "mistaken for")}
+        shown.append({name: value for name, value in {**row, **names}.items() if name != "top5"})
+    print(f"the {len(shown)} of {len(rows)} classes with the lowest recall\n{format_table(shown)}")
 
 
 def describe_metrics(

@@ -50,8 +50,34 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, mo
     evaluate_run(run)
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
-    evaluate_run(run, "--set=fp16=None")
-    assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
+    evaluate_run(run, "--set=fp16=None", "--output", tmp_path / "float32")
+    exact = json.loads((tmp_path / "float32/evaluation.json").read_text())
+    assert exact["loss"] != read_metrics(run)[-1]["loss"]
+
+
+def test_other_settings_have_results_of_their_own(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(NAMES))
+    long = "DATA.mean=(0.4" + "0" * 300 + ",0.5,0.5)"
+    commands = [
+        [],
+        ["--set=DATA.eval_crop=0.5"],
+        ["--set=DATA.eval_crop=0.75"],
+        [f"--set={long}"],
+        ["--set", f"{long[:-4]}1.0)"],
+        ["--classes", names],
+    ]
+    for words in commands:
+        evaluate_run(copy, *words)
+        assert "replaced" not in capsys.readouterr().out
+    folders = [path.name for path in (copy / "evaluation").iterdir()]
+    assert len(folders) == len(commands)
+    assert "step-00000010" in folders
+    assert any(name.startswith("step-00000010-DATA.eval_crop=0.5-") for name in folders)
+    evaluate_run(copy)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "classes.csv, confusion.png (earlier ones are replaced) top1=" in said
 
 
 def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_path):
@@ -209,6 +235,23 @@ def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case)
     assert said in printed
     assert (f"top1={top1:.4f}" in printed) == (is_right == "right")
     shutdown()
+
+
+def test_a_class_named_as_a_formula_is_text_to_a_spreadsheet(exported, data, tmp_path):
+    model = shutil.copytree(exported, tmp_path / "model")
+    names = ["e=1", "+b", "-c", "@d", "=1+1", "f", "g"]
+    about = json.loads((model / "config.json").read_text()) | {"label_names": names}
+    (model / "config.json").write_text(json.dumps(about))
+    (tmp_path / "images").mkdir()
+    for name, folder in zip(names, NAMES, strict=True):
+        (tmp_path / "images" / name).symlink_to(data / "test" / folder)
+    words = ["--data", tmp_path / "images", "--set=DATA.loader=torchvision"]
+    evaluate_run(model, *words, "--output", tmp_path)
+    with (tmp_path / "classes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == ["e=1", "'+b", "'-c", "'@d", "'=1+1", "f", "g"]
+    mistakes = [row["mistaken for"] for row in rows if row["mistaken for"]]
+    assert mistakes == ["'=1+1 (6)"]
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):

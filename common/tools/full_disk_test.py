@@ -55,6 +55,22 @@ def test_features(run, images, name):
     assert set(os.listdir()) == before
 
 
+@pytest.mark.parametrize(("name", "size"), [("evaluation.json", 3000), ("confusion.png", 10_000)])
+def test_an_evaluation(run, tmp_path, name, size, monkeypatch):
+    monkeypatch.setattr("common.tools.full_disk_test.TOO_LITTLE", size)
+    (tmp_path / name).write_text("of yesterday")
+    # evaluation.json, which has the command, is longer than what is printed
+    long = f"--set=DATA.mean=(0.4{'0' * 3000},0.5,0.5)"
+    words = ["evaluate", run, "--output", tmp_path, long]
+    ended = run_forked(with_small_files, words, 2)
+    line = f"error: {tmp_path / name}: cannot be written (File too large); free space or choose"
+    assert ended.stderr.startswith(line)
+    for figure in (" macro_f1 | ", " top1 | ", " loss | ", "lowest recall"):
+        assert figure in ended.stdout
+    assert (tmp_path / name).read_text() == "of yesterday"
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_report(run, tmp_path):
     page = tmp_path / "report.html"
     page.write_text("of yesterday")

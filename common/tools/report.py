@@ -30,7 +30,7 @@ from jinja2 import Environment
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
-from common.files import replacing, short_path
+from common.files import plain_cell, replacing, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
@@ -122,7 +122,8 @@ def main(argv: list[str]) -> None:
     runs = list(map(load_run, folders, names))
     if args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows(result_row(run).values() for run in runs)
+        for run in runs:
+            writer.writerow(map(plain_cell, result_row(run).values()))
         return
     # Of one run, its own folder.
     common_folder = os.path.commonpath([named.resolve() for named in args.runs])

@@ -179,7 +179,7 @@ def test_names_are_text(tmp_path):
 def test_csv_is_a_row_of_the_results(tmp_path, capsys):
     argv = ["/code/train.py", "--output=/tmp/run", "--init", "/data/weights/"]
     about = {
-        "name": "tiny",
+        "name": "=1+1",
         "started": 86400,
         "plan": {"last_step": 10, "gpus": 2, "total_batch": 14},
         "argv": argv,
@@ -191,8 +191,9 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
     records = [train(5, loss=3.0), evaluation(5, 0.875), train(10, loss=1.5), evaluation(10, 0.75)]
     records[2]["noise_scale"] = 1934.4
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
-    row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,1.0000,8'
+    # a name that a spreadsheet would compute is text
+    row = """1970-01-02,'=1+1,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,"""
     assert (
         capsys.readouterr().out
-        == f"{row},11.0,python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
+        == f"{row}1.0000,8,11.0,python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
     )

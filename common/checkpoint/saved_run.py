@@ -20,7 +20,7 @@ from common.checkpoint.content import (
 from common.checkpoint.save import best_checkpoint, newest_checkpoint
 from common.errors import UserError
 from common.model.build import build_model
-from common.model.fit import check_shapes
+from common.model.fit import check_shapes, convert_weights
 
 
 @dataclass(frozen=True, eq=False)  # a key of dictionaries, by its identity
@@ -67,8 +67,16 @@ class SavedRun:
         """Return the unsharded model with the checkpoint's weights, which may be of any parallel
         mode.
         """
-        model = build_model(**self.config["MODEL"])
+        arguments = dict(self.config["MODEL"])
         weights = self.load_weights()
+        trained = _trained_size(self.about, self.config)
+        is_resized = arguments["image_size"] != trained
+        if not arguments.get("timm"):
+            # its forward pass resamples the positions, as in training with IMAGE_SIZES
+            arguments["image_size"] = trained
+        model = build_model(**arguments)
+        if is_resized and arguments.get("timm"):
+            convert_weights(weights, model)
         # First, since the error of `load_state_dict` has a line for each tensor.
         check_shapes(self.checkpoint / self.weights, weights, model)
         model.load_state_dict(weights)
@@ -95,7 +103,20 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     # A checkpoint that was copied elsewhere has no run around it.
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights == EMA else ""
-    return SavedRun(folder, checkpoint, chosen + average, config, about, weights)
+    size = config["MODEL"]["image_size"]
+    trained = _trained_size(about, config)
+    resized = ""
+    if size != trained:
+        resized = f"; images of {size} pixels, not {trained} as in training"
+    return SavedRun(folder, checkpoint, chosen + average + resized, config, about, weights)
+
+
+def _trained_size(about: dict[str, Any], config: dict[str, Any]) -> int:
+    """Return MODEL.image_size of the run record ``about``, in place of which ``config`` may have
+    another.
+    """
+    size = config["MODEL"]["image_size"]
+    return about.get("config", {}).get("MODEL", {}).get("image_size", size)
 
 
 def _choose_checkpoint(name: str) -> tuple[Path, str]:

@@ -162,6 +162,15 @@ def test_an_argument_that_timm_takes_is_taken(timm_and_arguments):
     assert repr(mine) == repr(theirs) != repr(plain)
 
 
+def test_a_run_is_opened_at_another_image_size_as_by_timm(data, tmp_path):
+    run = train(data, tmp_path / "run", "MODEL=dict(timm='test_vit', image_size=32)", "MAX_STEPS=1")
+    opened = open_run(str(run), ["MODEL.image_size=64"])
+    theirs = timm.create_model("test_vit", img_size=64, num_classes=7).eval()
+    theirs.load_state_dict(checkpoint_filter_fn(opened.load_weights(), theirs))
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(opened.load_model()(images), theirs(images))
+
+
 def test_synchronised_batch_norms_keep_their_activations():
     arguments = dict(timm="test_efficientnet", image_size=64)
     plain = build_model(**arguments).eval()

@@ -104,14 +104,16 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     return output
 
 
-def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
+def timm_logits(run: Path, images: Iterable[Image.Image], size: int = 16) -> Tensor:
     """Return what timm's model and preprocessing compute with the weights after ten steps."""
     from timm.data import create_transform
-    from timm.models.vision_transformer import VisionTransformer
+    from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-    transform = create_transform((3, 16, 16), crop_pct=0.8)
-    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=len(NAMES))).eval()
-    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
+    transform = create_transform((3, size, size), crop_pct=0.8)
+    arguments = MODEL | {"image_size": size, "num_classes": len(NAMES)}
+    model = VisionTransformer(**timm_arguments(**arguments)).eval()
+    weights = load_file(run / "checkpoints" / "step-00000010" / "model.safetensors")
+    model.load_state_dict(checkpoint_filter_fn(weights, model))
     with torch.no_grad():
         return model(torch.stack([transform(image) for image in images]))
 

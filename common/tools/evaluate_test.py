@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import (
     confusion_matrix,
@@ -150,6 +151,17 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
         low, high = record["intervals_95"][name].values()
         assert low <= value <= high
         assert f"| {name} | {value:.4f} | {low:.4f} to {high:.4f} |" in " ".join(said.split())
+
+
+def test_a_vit_is_evaluated_at_another_size_as_by_timm(run, data, tmp_path, capsys):
+    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    logits = timm_logits(run, pictures, size=24)
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+    evaluate_run(run, "--set=MODEL.image_size=24", "--output", tmp_path)
+    assert "images of 24 pixels, not 16 as in training" in capsys.readouterr().out
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert record["loss"] == pytest.approx(expected, rel=1e-4)
+    assert record["loss"] != pytest.approx(read_metrics(run)[-1]["loss"], rel=1e-3)
 
 
 def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):

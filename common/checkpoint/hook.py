@@ -99,6 +99,7 @@ class CheckpointHook(BaseHook):
             self.every_seconds = 60 * float(every.partition("min")[0])
         self.best = Best()
         self.stale = 0  # evaluations since the best
+        self.is_defined = True  # whether the last evaluation could be the best
         self.saved: dict[str, int] = {}  # the trainer's state at the last save
         # The wall clock may be set back, which would delay the next save.
         self.saved_at = time.monotonic()
@@ -132,6 +133,7 @@ class CheckpointHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         config = self.about["config"]
         reached = rank_evaluation(trainer.states["eval"], config["BEST"])
+        self._warn_if_undefined(trainer, reached)
         self._finish_write()
         # rank 0 alone knows whether the best so far was written
         if ask_first_rank(lambda: reached > self.best):
@@ -143,6 +145,21 @@ class CheckpointHook(BaseHook):
             # as of a run that was to end here, for what reads config.json
             self.about["plan"]["last_step"] = trainer.step
             trainer.end_here()
+
+    def _warn_if_undefined(self, trainer: Trainer, reached: Best) -> None:
+        """Warn of the first of several evaluations that cannot be the best."""
+        was_defined = self.is_defined
+        self.is_defined = reached != Best()
+        if self.is_defined or not was_defined or gpc.get_global_rank() > 0:
+            return
+        metric = self.about["config"]["BEST"]
+        figures = trainer.states["eval"]
+        value = figures.get("score", figures.get(metric))
+        remedy = "; AUROC needs images of both classes" if metric == "auroc" else ""
+        warn(
+            f"no checkpoint counts as the best at step {trainer.step}: BEST={metric!r} is {value}, "
+            f"the loss {figures['loss']:.4f}{remedy}"
+        )
 
     def after_train(self, trainer: Trainer) -> None:
         self._finish_exchange()

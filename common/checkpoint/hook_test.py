@@ -202,6 +202,21 @@ def test_the_best_is_by_the_metric_of_the_config(data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
+def test_evaluations_that_cannot_be_the_best_are_said_once(gpus, data, tmp_path, capfd):
+    folders = tmp_path / "data"
+    for path in ("train/red", "train/blue", "test/red"):
+        shutil.copytree(data / path, folders / path)
+    (folders / "test/blue").mkdir()  # of whose class validation has no image
+    settings = ["BEST=auroc", "NUM_EPOCHS=3", "TOTAL_BATCH_SIZE=4"]
+    run_ranks(gpus, train, folders, tmp_path / "run", settings)
+    said = capfd.readouterr().err
+    line = "warning: no checkpoint counts as the best at step 5: BEST='auroc' is nan, the loss 0."
+    assert said.count("warning: ") == said.count(line) == 1
+    assert "; AUROC needs images of both classes" in said
+    assert not (tmp_path / "run/checkpoints/best.txt").exists()
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
 def test_patience_ends_a_run_as_finished(gpus, data, tmp_path, capfd):
     run = tmp_path / "run"
     settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=5"]  # whose evaluations are equal

@@ -14,6 +14,7 @@ from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of
 from common.locks import folder_lock
+from common.process import at_end
 from common.task import Task, refuse_unused
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
@@ -74,6 +75,7 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
 @functools.cache
 def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
     """Return the splits of the data set, wherever below ``root`` it is unpacked."""
+    at_end(_open.cache_clear)  # the files may change until the next main function
     candidates = [root / parent / FOLDER for parent in ("", OUTER_FOLDER, TORCHVISION_FOLDER)]
     # Any category tells the folder of images from another.
     unpacked = [path for path in [*candidates, root] if (path / "accordion").is_dir()]

@@ -13,9 +13,11 @@ from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_optimizer
 from common.optim.schedules import build_lr_scheduler
+from common.process import ends_cleanly
 from common.run.start import start_run
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     run = start_run(argv, __doc__, TASK)
     if run is None:  # --dry-run, or finished already

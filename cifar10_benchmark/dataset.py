@@ -15,6 +15,7 @@ from common.data.image_loaders import load_image
 from common.data.image_split import FolderSplit
 from common.errors import UserError
 from common.files import fingerprint_of
+from common.process import at_end
 
 DOWNLOAD = "CIFAR-10 (170 MB)"
 BATCHES = CIFAR10.base_folder  # cifar-10-batches-py
@@ -56,6 +57,7 @@ def open_images(data: Mapping[str, Any]) -> DataSet:
 @functools.cache
 def _open(root: Path, allow_download: bool) -> DataSet:
     """Read a folder of images, or CIFAR-10 as torchvision does."""
+    at_end(_open.cache_clear)  # the files may change until the next main function
     if (root / "train").is_dir():
         folders = {"train": root / "train", "test": root / "test"}
         classes, files = list_splits(root, folders)

@@ -8,9 +8,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from typing import NoReturn
 
 from common.launchers import is_first_process
+from common.process import Stopped, exit_stopped, is_script, script_scope
 from common.text import printable
 
 # Seconds that the other processes wait: a launcher ends the first once another has left, and it has
@@ -18,15 +19,25 @@ from common.text import printable
 PATIENCE = 5.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit on the size of files
 Explanation = Callable[[Exception], str]
-_at_end = ExitStack()  # calls the functions of `at_end`, the last one first
 _explanations: list[Explanation] = []
 
 
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    The message is one line: the key or file, its value and the remedy.
+    The message is one line: the key or file, its value and the remedy. ``status`` is the exit
+    status of a script that it ends.
     """
+
+    status = 2  # as argparse after a wrong command line
+
+
+class PartialError(UserError):
+    """Of several items that were asked for, some failed: the others are done."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status
 
 
 class RankError(UserError):
@@ -37,11 +48,19 @@ class AgreedError(UserError):
     """What all processes of a run raise together: only the first prints it."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if is_script():
+            super().error(message)
+        raise UserError(message)
+
+
 def command_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the ``--debug`` of `run_command`; it keeps the lines of the text."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Return a parser with the ``--debug`` of `run_command`; it keeps the lines of the text.
+
+    Called from Python, it raises `UserError` for a wrong argument.
+    """
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
@@ -51,11 +70,6 @@ def at_least_1(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
     return int(text)
-
-
-def at_end(function: Callable[..., object], *arguments: object) -> None:
-    """Have `run_command` call ``function`` when its main function ends, however it ends."""
-    _at_end.callback(function, *arguments)
 
 
 def explain_errors(*explanations: Explanation) -> None:
@@ -68,12 +82,16 @@ def explain_errors(*explanations: Explanation) -> None:
 
 
 def run_command(main: Callable[[list[str]], object], argv: list[str] | None = None) -> None:
-    """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
+    """Run ``main(argv)`` as a script, which a `UserError` ends with one line and its ``status``.
 
-    ``--debug`` anywhere in the arguments shows the traceback instead. Ctrl-C and a standard output
+    ``--debug`` anywhere in the arguments shows the traceback instead. Signals and a standard output
     that is closed, as by ``| head``, end the process without a traceback.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    with script_scope():
+        _run_script(main, sys.argv[1:] if argv is None else argv)
+
+
+def _run_script(main: Callable[[list[str]], object], argv: list[str]) -> None:
     try:
         main(argv)
         # What is buffered is written here, where a closed pipe and a full disk are handled.
@@ -87,11 +105,11 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             raise
         _report(mistake)
         _end_output()
-        sys.exit(2)  # as argparse after a wrong command line
+        sys.exit(mistake.status)
+    except Stopped as stopped:
+        exit_stopped(stopped.number)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    finally:
-        _at_end.close()
 
 
 def _end_output() -> None:

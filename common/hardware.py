@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from common.process import at_end
+
 # If other programs use more cores than this, threads wait without spinning (docs/performance.md).
 BUSY = 0.3
 CGROUPS = Path("/sys/fs/cgroup")
@@ -81,10 +83,15 @@ def peak_memory() -> int:
 
 
 def limit_threads() -> None:
-    """Let torch compute with `rank_cores` threads at most; OMP_NUM_THREADS may say fewer."""
+    """Let torch compute with `rank_cores` threads at most, until the main function ends.
+
+    OMP_NUM_THREADS may say fewer.
+    """
     import torch
 
-    torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
+    before = torch.get_num_threads()
+    at_end(torch.set_num_threads, before)
+    torch.set_num_threads(min(rank_cores(), before))
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ def cores() -> int:
 
 def set_processes(processes: Iterable[CpuLimits]) -> None:
     """Set the processes of the run, this one among them, for `rank_cores`."""
+    at_end(_processes.clear)
     _processes[:] = processes
 
 

@@ -20,6 +20,7 @@ BASE = {
     "hardware",
     "launchers",
     "locks",
+    "process",
     "provenance",
     "resolutions",
     "text",

@@ -16,6 +16,7 @@ from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of
 from common.launchers import is_first_process
+from common.process import at_end
 from common.shards.dataset import MANIFEST, PARTIAL, open_split
 from common.shards.find_images import list_source
 from common.shards.label_table import LabelTable
@@ -148,6 +149,7 @@ def _open_folder(
     root: Path, split: str | None, by_count: bool, table: LabelTable | None
 ) -> dict[str, FolderSplit]:
     """Return the splits of a folder of images, or one of them, and say what was found."""
+    at_end(_open_folder.cache_clear)  # the files may change until the next main function
     source = list_source(root, split=split, by_count=by_count, table=table)
     if source.positions:
         raise UserError(

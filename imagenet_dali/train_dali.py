@@ -11,11 +11,13 @@ from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_optimizer
 from common.optim.schedules import build_lr_scheduler
+from common.process import ends_cleanly
 from common.run.start import start_run
 from common.task import Task
 from imagenet_dali.task import TASK, build_eval_loader, build_train_loader
 
 
+@ends_cleanly
 def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None:
     run = start_run(argv, text, task)
     if run is None:  # --dry-run, or finished already

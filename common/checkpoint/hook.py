@@ -283,6 +283,10 @@ class CheckpointHook(BaseHook):
         if writing is not None:
             writing.result()
 
+    def close(self) -> None:
+        """End the thread, once it has written what it is at."""
+        self.writer.shutdown()
+
     def _load(self, path: Path, trainer: Trainer) -> None:
         """Restore what the checkpoint ``path`` holds."""
         state = read_trainer_state(path)

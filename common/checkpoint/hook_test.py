@@ -24,6 +24,7 @@ from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, gpc
 from common.launch.signals import stop_signals
 from common.metrics.metrics_file import read_metrics
+from common.process import Stopped
 from common.run.run import Run
 from common.testing import tiny_task
 from common.testing.checkpoints import add_fields, read_result
@@ -86,7 +87,7 @@ def train(
             *build(self, *arguments),
             *[StopAfter(*stop)] * (self.plan.gpus in (4, gpc.get_global_rank() + 1)),
         ]
-    with suppress(SystemExit):  # of a run that is stopped
+    with suppress(Stopped):
         tiny_task.train(data, output, *SETTINGS, *settings, flags=flags)
     return read_metrics(output)
 

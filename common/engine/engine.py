@@ -30,6 +30,7 @@ from common.engine.upstream import (
 from common.engine.upstream_layers import check_parameters
 from common.engine.zero import set_communication
 from common.errors import UserError
+from common.process import at_end
 
 
 class Engine(UpstreamEngine):
@@ -286,14 +287,21 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
 
 
 def set_backends(config: Mapping[str, Any]) -> None:
-    """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config."""
-    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
-    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config.
+
+    Until the main function ends.
+    """
+    cudnn = torch.backends.cudnn
+    for name in ("benchmark", "deterministic", "allow_tf32"):
+        at_end(setattr, cudnn, name, getattr(cudnn, name))
+    at_end(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    cudnn.benchmark = config.get("cudnn_benchmark", False)
+    cudnn.deterministic = config.get("cudnn_deterministic", False)
     # For matrix products and convolutions: PyTorch's defaults differ.
     allows_tf32 = config.get("TF32", True)
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
     # Setting cudnn.conv.fp32_precision instead makes torch.export fail.
-    torch.backends.cudnn.allow_tf32 = allows_tf32
+    cudnn.allow_tf32 = allows_tf32
 
 
 def _wrap_in_ddp(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:

@@ -1,6 +1,8 @@
 """Process groups and random state: Colossal-AI's parallel context, repaired."""
 
 import random
+import sys
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -22,11 +24,13 @@ from common.engine.upstream import (
     tensor_parallel_env,
     upstream_launch,
 )
+from common.errors import UserError
 
 DATA_PARALLEL_SEED_STRIDE = 2**20  # large: no rank's seed of SEED is one of SEED + 1
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
 NCCL_GRACE = 120.0
+_in_use = threading.Lock()  # held from `join_groups` to `shutdown`
 
 
 class RepairedContext(ParallelContext):
@@ -75,6 +79,7 @@ class RepairedContext(ParallelContext):
             store = open_store(rank, world_size, host, port, timeout, backend, self.shared)
         if self.watcher is not None:
             self.watcher.start(store)
+        self._excepthook = sys.excepthook  # PyTorch replaces it
         dist.init_process_group(
             backend,
             store=store,
@@ -132,11 +137,15 @@ class RepairedContext(ParallelContext):
     def destroy(self) -> None:
         """Leave all groups and reset the context for another launch.
 
-        Upstream (parallel_context.py:514) keeps ranks and the layers' settings.
+        Upstream (parallel_context.py:514) keeps ranks and the layers' settings, and cannot leave
+        the groups of a launch that has failed.
         """
         if self.watcher is not None:
             self.watcher.stop("closed")
-        super().destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            sys.excepthook = self._excepthook
+        self._groups.clear()
         # Back to its defaults: a later launch would find the sizes of this one.
         tensor_parallel_env.load()
         for table in (
@@ -170,20 +179,31 @@ def join_groups(
 ) -> None:
     """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` where ranks differ in ``shared``. After ``timeout`` seconds without progress
-    a rank reports the missing ones and ends; default: PyTorch's timeout (30 minutes for gloo),
-    without a report.
+    Raises `UserError` where ranks differ in ``shared``, and before the `shutdown` of an earlier
+    call. After ``timeout`` seconds without progress a rank reports the missing ones and ends;
+    default: PyTorch's timeout (30 minutes for gloo), without a report.
     """
+    if not _in_use.acquire(blocking=False):
+        raise UserError(
+            "this process trains or evaluates already: wait for its end, or start another process"
+        )
     # Set first: the groups take the watcher's timeout.
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
     gpc.shared = shared or {}
-    upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)
+    try:
+        upstream_launch(
+            dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose
+        )
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:
     """Leave the process groups of the last launch, if any."""
-    if gpc.is_initialized(ParallelMode.GLOBAL):
+    if _in_use.locked():
         gpc.destroy()
+        _in_use.release()
 
 
 def generator_states() -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from common.engine.upstream import gpc
 from common.errors import RankError, UserError
 from common.files import fingerprint_of
 from common.launchers import LAUNCHERS
+from common.process import set_variable
 from common.text import print_wrapped
 
 POLL = 1.0  # seconds between two looks at the store
@@ -60,6 +61,7 @@ class Watcher:
         self.state = "running"  # later "failed" (a collective has) or "closed"
         self.verdict = ""
         self.woken = threading.Event()
+        self.thread: threading.Thread | None = None
 
     def start(self, store: dist.Store) -> None:
         """Start the thread."""
@@ -70,14 +72,17 @@ class Watcher:
         atexit.register(self.stop, "closed")  # A thread in C++ must not outlive the interpreter.
 
     def stop(self, state: str) -> None:
+        """End the thread, if it was started."""
+        atexit.unregister(self.stop)
         self.state = state
         self.woken.set()
-        self.thread.join(ANSWER + 3 * POLL)
+        if self.thread:
+            self.thread.join(ANSWER + 3 * POLL)
 
     def await_verdict(self, error: Exception) -> str:
         """Return the line about lost ranks after a failed collective; "" if ``error`` says more."""
         self.stop("failed")
-        if self.thread.is_alive():
+        if self.thread and self.thread.is_alive():
             # The thread still waits for the store, which rank 0 serves.
             return self._describe("0")
         return self.verdict or (self._describe("") if "Timed out" in str(error) else "")
@@ -334,7 +339,7 @@ def _choose_interface(own_address: str, addresses: Iterable[str]) -> None:
             own_address = _source_address(elsewhere[0])
     for name, items in psutil.net_if_addrs().items():
         if own_address in [item.address for item in items]:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+            set_variable("GLOO_SOCKET_IFNAME", name)
 
 
 def _await_keys(store: dist.Store, keys: list[str], seconds: float, rank: int) -> str:

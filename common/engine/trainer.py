@@ -117,8 +117,9 @@ class Trainer(UpstreamTrainer):
         """Train for ``epochs`` epochs or ``max_steps`` optimizer steps, whichever ends first.
 
         Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which
-        are closed at the end. Hooks are called by ``priority``; ``output`` and ``label`` are None
-        without ``return_output_label``. A hook may load a state in ``before_train``.
+        are closed however it ends, and so are hooks that have a ``close``. Hooks are called by
+        ``priority``; ``output`` and ``label`` are None without ``return_output_label``. A hook may
+        load a state in ``before_train``.
 
         Raises:
             UserError: with the lost ranks, when a collective fails.
@@ -149,10 +150,10 @@ class Trainer(UpstreamTrainer):
             self._call_hooks("after_train")
         finally:
             self.stopping = False  # an evaluation or a fit may follow
-            for loader in (train_dataloader, test_dataloader):
+            for part in (*self.hooks, train_dataloader, test_dataloader):
                 # torch's `DataLoader` has no `close`.
-                if hasattr(loader, "close"):
-                    loader.close()
+                if hasattr(part, "close"):
+                    part.close()
 
     def end_here(self) -> None:
         """End the training at this step, as if it were the last; for hooks."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from common.engine.collectives import gather
-from common.engine.groups import join_groups
+from common.engine.groups import join_groups, shutdown
 from common.errors import RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 from common.launchers import LAUNCHERS
+from common.process import at_end, is_script
 
 LOOPBACK = "127.0.0.1"
 MPI = ("openmpi", "mpich", "pals")  # their mpirun, or its daemon, is a rank's parent process
@@ -114,6 +115,9 @@ def init_distributed(
         timeout=config.get("TIMEOUT"),
         shared=shared,
     )
+    # The groups of a script that fails may never end: its process does.
+    if not is_script():
+        at_end(shutdown)
     set_processes(gather(cpu_limits()))
     limit_threads()
 

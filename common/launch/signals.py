@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from common.launchers import is_first_process
+from common.process import Stopped, at_end, exit_code, is_script
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CHECK = 0.5  # seconds between two progress checks after a signal
@@ -34,6 +35,7 @@ class StopSignals:
     """Exit immediately on a signal; while `deferring`, record it for the training loop instead.
 
     A thread reads the signals, so that they also take effect while the main thread waits in C++.
+    In a process that is no script's, they raise `Stopped` in the main thread in place of an exit.
     Forked worker processes ignore them, and die with their parent.
 
     Attributes:
@@ -55,7 +57,9 @@ class StopSignals:
         progress: Callable[[], object] = lambda: None,
         patience: float = math.inf,
     ) -> None:
-        """Install the handlers, once; call it from the main thread.
+        """Install the handlers, once, until `restore` or the end of the main function.
+
+        In another thread than the main one it does nothing: Python takes no handlers there.
 
         Args:
             follow_parent: get SIGTERM when the parent process, torchrun or mpirun, dies.
@@ -68,6 +72,9 @@ class StopSignals:
         self.received = 0
         self.agreed = 0
         self.deferring = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        at_end(self.restore)
         self._progress = progress
         is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         self._patience = min(patience, TORCHRUN_PATIENCE) if is_torchrun else patience
@@ -76,9 +83,9 @@ class StopSignals:
         for number in SIGNALS:
             is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not is_nohup:
-                # The handler does nothing, but without one Python writes nothing to the pipe.
-                self._previous[number] = signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+                # Without a handler Python writes nothing to the pipe.
+                self._previous[number] = signal.signal(number, self._handle)
+        self._previous_pipe = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._pipe = reader, writer
         self._watcher = threading.Thread(
             target=self._watch, args=(reader,), daemon=True, name="stop-signals"
@@ -91,22 +98,30 @@ class StopSignals:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def restore(self) -> None:
-        """Restore the previous handlers; after an agreed stop, ignore the signals.
+        """Restore the previous handlers; in a script that stops as agreed, ignore the signals.
 
         When the first rank ends, the launcher sends SIGTERM to the others, which must not change
         their exit codes.
         """
-        if not self._previous:
+        if not self._previous or threading.current_thread() is not threading.main_thread():
             return
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._previous_pipe)
+        ignores = self.agreed and is_script()
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
+            signal.signal(number, signal.SIG_IGN if ignores else handler)
         os.write(self._pipe[1], b"\0")  # ends the watcher, after earlier signals
         self._watcher.join()
         for end in self._pipe:
             os.close(end)
         self._previous = {}
         self.deferring = False
+        if not multiprocessing.active_children():
+            atexit.unregister(_kill_children)
+
+    def _handle(self, number: int, _: object) -> None:
+        """Do in the main thread what the watcher does in a script."""
+        if self._ends_now(number) and not is_script():
+            raise Stopped(number)
 
     def _watch(self, reader: int) -> None:
         """Read the numbers of signals from the pipe, until a 0."""
@@ -129,26 +144,28 @@ class StopSignals:
         if progress != self._seen:
             self._seen = progress
             self._seen_at = now
-        elif now - max(self._seen_at, self._received_at) > self._patience:
+        elif is_script() and now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
             # sys.exit would not end the main thread, which may wait in C++ forever.
             os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
-        """Exit, or record the signal; exit on a second Ctrl-C."""
-        if not self.deferring:
-            _leave(number)
-        if not self.received:
+        """Exit, or record the signal."""
+        if self._ends_now(number):
+            if is_script():
+                _leave(number)
+        elif not self.received:
             # The time is set first: another thread reads it once `received` is set.
             self._received_at = time.monotonic()
             self.received = number
             if is_first_process():
                 _say(f"{signal_name(number)}: stopping after this step")
-        elif (
-            number == signal.SIGINT == self.received
-            and time.monotonic() - self._received_at > SAME_PRESS
-        ):
-            _leave(number)
+
+    def _ends_now(self, number: int) -> bool:
+        """Return whether a signal is not recorded: nothing waits for it, or a second Ctrl-C."""
+        is_second = number == signal.SIGINT == self.received
+        is_second = is_second and time.monotonic() - self._received_at > SAME_PRESS
+        return not self.deferring or is_second
 
     def before_fork(self) -> None:
         """Block the signals, which the child would otherwise write into its parent's pipe."""
@@ -178,25 +195,6 @@ def _kill_children() -> None:
     """
     for child in multiprocessing.active_children():
         child.kill()
-
-
-def exit_code(number: int) -> int:
-    """Return the exit status of a run that a signal has stopped: 130 for Ctrl-C, else 143.
-
-    One status for all signals of schedulers, so that job scripts test for one.
-    """
-    return 128 + (number if number == signal.SIGINT else signal.SIGTERM)
-
-
-def exit_stopped(number: int) -> NoReturn:
-    """End this process with the status of a run that a signal has stopped."""
-    if number == signal.SIGINT:
-        # Ended by SIGINT itself: a shell then ends the loop or the list around it too.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(exit_code(number))
 
 
 def signal_name(number: int) -> str:

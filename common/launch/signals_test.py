@@ -17,6 +17,10 @@ from common.testing.commands import has_ended, run_python, wait_until
 IMPORTS = """
 import ctypes, multiprocessing, os, signal, sys, threading, time
 from common.launch.signals import stop_signals
+from common.process import script_scope
+
+script = script_scope()
+script.__enter__()
 
 def send(name):
     os.kill(os.getpid(), getattr(signal, name))

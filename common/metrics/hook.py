@@ -166,6 +166,11 @@ class MetricsHook(BaseHook):
         for logger in self.loggers.values():
             logger.close()
 
+    def close(self) -> None:
+        """Close the loggers of a training that has failed."""
+        for logger in self.loggers.values():
+            logger.close(failed=True)
+
 
 class PhaseClock:
     """Measure the time of each phase of a step, by the calls of `Engine.on_phase`.

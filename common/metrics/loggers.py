@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.files import own_file, read_text
 from common.metrics.curves import Curves, read_config
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
+from common.process import set_variable
 from common.text import did_you_mean, printable
 
 PROGRESS_BAR = "progress bar"  # its key in what `open_loggers` returns
@@ -70,9 +71,14 @@ class Guarded:
         if self.logger:
             self._attempt(self.logger.step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """Close the logger, once; one that has an ``abort`` learns that the training ``failed``."""
         if self.logger:
-            self._attempt(self.logger.close)
+            close = self.logger.close
+            if failed:
+                close = getattr(self.logger, "abort", close)
+            self._attempt(close)
+            self.logger = None
 
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -145,7 +151,8 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path, *_: int):
         # wandb would report errors to its authors. A run sends only what its user asks for.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        if "WANDB_ERROR_REPORTING" not in os.environ:
+            set_variable("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         id_file = own_file(folder / "wandb_id")
@@ -168,6 +175,9 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
+
+    def abort(self) -> None:
+        self.run.finish(exit_code=1)
 
 
 # What a config chooses, by the package that it needs: LOG.tensorboard the first, LOG.trackers any.

@@ -34,5 +34,9 @@ class Measurement(BaseHook):
             self.bar.step()
 
     def after_train(self, trainer: Trainer) -> None:
-        if self.is_main:
+        self.close()
+
+    def close(self) -> None:
+        """Close the progress bar; also where the training has failed."""
+        if hasattr(self, "bar"):
             self.bar.close()

@@ -25,6 +25,7 @@ class ProfilerHook(Measurement):
 
     def __init__(self, folder: Path, steps: int, is_main: bool):
         super().__init__(folder / "profile", WARMUP + steps, is_main)
+        self.profile: Any = None
 
     def before_train(self, trainer: Trainer) -> None:
         super().before_train(trainer)
@@ -46,6 +47,13 @@ class ProfilerHook(Measurement):
     def after_train(self, trainer: Trainer) -> None:
         super().after_train(trainer)
         if self.is_main:
+            self.profile.stop()
+            self.profile = None
+
+    def close(self) -> None:
+        super().close()
+        if self.profile:  # the training has failed
+            self.profile.on_trace_ready = None
             self.profile.stop()
 
     def _write_profile(self, recorded: profile) -> None:

@@ -28,6 +28,7 @@ from common.model.build import build_on_meta
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.planner.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
+from common.process import at_end
 from common.training import build_training
 
 # PyTorch's operation: its usual name, and the index of the message argument
@@ -180,9 +181,12 @@ def _process(parent: int) -> ProcessPoolExecutor:
     """Return a process of ``parent`` to reuse: PyTorch's first use of fake tensors is slow."""
     # A fork cannot use CUDA, which autograd's threads try to, and has its parent's process group.
     start = "spawn" if torch.cuda.is_available() or dist.is_initialized() else "fork"
-    return ProcessPoolExecutor(
+    pool = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches
     )
+    at_end(pool.shutdown)
+    at_end(_process.cache_clear)
+    return pool
 
 
 def _estimate(

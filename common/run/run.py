@@ -24,7 +24,7 @@ from common.engine.groups import shutdown
 from common.engine.upstream import BaseHook, ParallelMode, get_accelerator, gpc
 from common.errors import UserError
 from common.files import ROOT, own_file, short_path
-from common.launch.signals import exit_stopped, signal_name, stop_signals
+from common.launch.signals import signal_name, stop_signals
 from common.locks import unlock_folder
 from common.metrics.hook import MetricsHook
 from common.metrics.measurement import Measurement
@@ -32,6 +32,7 @@ from common.metrics.metrics_file import Metrics, read_metrics
 from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
 from common.model.flops import flops_per_image, peak_images_per_s
+from common.process import Stopped
 from common.text import print_wrapped, two_digits
 
 
@@ -127,7 +128,7 @@ class Run:
     def finish(self) -> None:
         """Leave the process group and print the output paths; the last line is the final top-1.
 
-        After a signal, ends by `exit_stopped`.
+        After a signal, raises `Stopped`.
         """
         shutdown()  # first: no rank waits while this one prints
         unlock_folder(self.output)
@@ -146,7 +147,7 @@ class Run:
                     f"{checkpoint}",
                     flush=True,
                 )
-            exit_stopped(stopped)
+            raise Stopped(stopped)
         if self.measurement or not self.is_main:
             return
         shown = short_path(self.output)

@@ -27,7 +27,7 @@ from common.engine.collectives import ask_first_rank
 from common.engine.compiler import explain_compiler
 from common.engine.groups import shutdown
 from common.engine.lost_ranks import progress
-from common.errors import UserError, at_end, explain_errors
+from common.errors import UserError, explain_errors
 from common.hardware import memory_bytes
 from common.launch.detect import MPI, Launch, detect_launch, init_distributed
 from common.launch.signals import stop_signals
@@ -41,6 +41,7 @@ from common.model.flops import peak_images_per_s
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import Planner
+from common.process import at_end, set_variable
 from common.provenance import describe_run, package_versions
 from common.run.prepare import (
     Prepared,
@@ -66,7 +67,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     launch = detect_launch(args, os.environ)
     if args.world_size == 1:  # left-over variables would name another process the first
         for variables in LAUNCHERS.values():
-            os.environ.pop(variables.rank, None)
+            set_variable(variables.rank, None)
     prepared = prepare_run(args, launch, task)
     is_main = launch.rank == 0
     if args.dry_run:
@@ -113,7 +114,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
 
 def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
     """Stop on signals from now on, and explain errors of memory and compiler."""
-    at_end(stop_signals.restore)
+    at_end(explain_errors)  # forgets them
     explain_errors(
         lambda error: explain_out_of_memory(error, prepared.config, prepared.plan),
         explain_compiler,

@@ -25,6 +25,7 @@ from common.data.image_folder import SPLITS, Files
 from common.errors import UserError, command_parser, run_command
 from common.hardware import cores
 from common.locks import folder_lock
+from common.process import Stopped, ends_cleanly
 from common.shards.dataset import MANIFEST, PARTIAL, REMEDY, read_manifest
 from common.shards.find_images import VALIDATION_SHARE, list_source
 from common.shards.label_table import LabelTable
@@ -48,6 +49,7 @@ IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is us
 IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # images of parquet files that are shuffled together
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     """Run the command line; raise `UserError` if the data or the arguments are wrong."""
     args = _build_parser().parse_args(argv)
@@ -61,10 +63,9 @@ def main(argv: list[str]) -> None:
     except OSError as error:  # a full disk, for one, names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
-    except KeyboardInterrupt as stopped:
+    except KeyboardInterrupt:
         print("stopped; rerun the command to resume", file=sys.stderr)
-        # As a shell reports a signal: 130 after Ctrl-C, 143 after SIGTERM.
-        sys.exit(128 + (stopped.args or (signal.SIGINT,))[0])
+        raise
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -360,7 +361,7 @@ def _stop(number: int, _: object) -> None:
     """End as on Ctrl-C; killed, Python would warn of semaphores that nobody has released."""
     for worker in multiprocessing.active_children():
         worker.terminate()
-    raise KeyboardInterrupt(number)
+    raise Stopped(number)
 
 
 def run() -> None:

@@ -19,6 +19,7 @@ from common.data.loader import Loader
 from common.engine.trainer import Trainer
 from common.engine.upstream import gpc
 from common.model.build import build_model, timm_arguments
+from common.process import ends_cleanly
 from common.run.start import start_run
 from common.task import TASKS, Task
 from common.testing.commands import in_words
@@ -62,6 +63,7 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
+@ends_cleanly
 def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
     """Train for ten steps on what `write_images` wrote to ``root``; return ``output``."""
     config = output.parent / "tiny.py"

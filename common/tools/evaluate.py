@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from common.metrics.evaluation import Counts
 from common.metrics.metrics_file import finite
 from common.metrics.plot import build_figure, save_figure
 from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
+from common.process import ends_cleanly
 from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
@@ -50,6 +52,7 @@ NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN = 2000  # most classes of which there is a picture
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     args = _build_parser().parse_args(argv)
     launch = detect_launch(args, os.environ)
@@ -121,14 +124,13 @@ def count(run: SavedRun, task: Task, labels_of: list[int], launch: Launch) -> "T
     )
     tally = Tally(predict.device)
     to_model = torch.tensor(labels_of, device=predict.device)
-    with naming_lost_ranks():
+    with naming_lost_ranks(), closing(loader):
         # disable=None: no bar where stderr is no terminal
         hidden = None if launch.rank == 0 else True
         for images, labels in tqdm(loader, unit="batch", leave=False, disable=hidden):
             # padding, which has label -100, stays as it is
             answers = torch.where(labels < 0, labels, to_model[labels.clamp(min=0)])
             tally.add(predict(images), answers)
-        loader.close()
         tally.sum_over_ranks()
     return tally
 

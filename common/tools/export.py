@@ -30,6 +30,7 @@ from common.config.model_keys import NOT_IN_TIMM
 from common.errors import UserError
 from common.files import own_file, short_path, writing
 from common.model.build import timm_architecture
+from common.process import ends_cleanly
 from common.task import find_task
 from common.tools.arguments import build_parser, name_classes
 
@@ -41,6 +42,7 @@ OPSET = 18  # torch's exporter writes this one, and converts it to others
 Forward = Callable[[Tensor], Tensor]
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--to", required=True, choices=FORMATS, help="format")

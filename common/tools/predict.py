@@ -29,8 +29,9 @@ from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.decoding import MAX_BYTES, UNREADABLE, decode_image
 from common.data.image_folder import list_files
 from common.engine.predictor import Predictor
-from common.errors import UserError
+from common.errors import PartialError, UserError
 from common.files import own_file, read_bytes, replacing, short_path
+from common.process import ends_cleanly
 from common.task import find_task
 from common.text import printable
 from common.tools.arguments import build_parser, name_classes
@@ -43,6 +44,7 @@ PARQUET = ".parquet"
 Answer = dict[str, Any]
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, takes_others=True)
     parser.add_argument(
@@ -89,7 +91,7 @@ def main(argv: list[str]) -> None:
         said = f"features   {short_path(args.features)}: float32 {shape}"
         print(said, file=sys.stderr if args.json else sys.stdout)
     if status:
-        sys.exit(status)
+        raise PartialError("not all images have an answer: see the lines above", status)
 
 
 def _check_features(path: Path) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from pyarrow.parquet import read_table
 
 from common.checkpoint.saved_run import SavedRun, open_run
-from common.errors import UserError
+from common.errors import PartialError, UserError
 from common.files import ROOT
 from common.testing.tiny_task import NAMES, timm_logits
 from common.tools import predict
@@ -73,7 +73,7 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     (tmp_path / "short.png").write_bytes((pictures / "a.png").read_bytes()[:2000])
     shutil.copy(pictures / "a.png", tmp_path / "z.png")
     names = [tmp_path / name for name in ("text.jpg", "short.png", "gone.png", "z.png")]
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(PartialError, match="not all images have an answer"):
         predict.main([str(run), *map(str, names), f"--features={tmp_path}/all.parquet"])
     out, err = capsys.readouterr()
     line, last = out.splitlines()[-2:]

@@ -35,6 +35,7 @@ from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.metrics.plot import build_figure
+from common.process import ends_cleanly
 from common.text import counted
 
 ABSENT = "-"
@@ -98,6 +99,7 @@ class RecordedRun:
         return form.format(CHARTS[name].scale * statistics.median(values)) if values else ABSENT
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument(

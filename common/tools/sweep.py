@@ -40,11 +40,12 @@ import torch
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
-from common.errors import UserError, at_least_1, command_parser
+from common.errors import PartialError, UserError, at_least_1, command_parser
 from common.files import ROOT
-from common.launch.signals import exit_stopped, stop_signals
+from common.launch.signals import stop_signals
 from common.metrics.metrics_file import CHARTS
 from common.metrics.plot import build_figure, place_legend, save_figure
+from common.process import Stopped, ends_cleanly
 from common.task import TASKS, find_task
 from common.text import did_you_mean, format_table, print_wrapped
 from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
@@ -69,6 +70,7 @@ class Planned(NamedTuple):
     processes: int
 
 
+@ends_cleanly
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
     add = parser.add_argument
@@ -112,8 +114,7 @@ def main(argv: list[str]) -> None:
     print(picture if is_drawn else "no picture yet: no run has been evaluated")
     print(name_best(ranked))
     if failed:
-        print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
-        sys.exit(1)
+        raise PartialError(f"failed: {', '.join(failed)}; rerun the command to resume")
 
 
 def load_runs(output: Path) -> list[RecordedRun]:
@@ -160,7 +161,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
                 print(format_table([entry.row for entry in ranked]), flush=True)
     if stop_signals.received:
         print("the sweep was stopped; rerun the command to resume", file=sys.stderr)
-        exit_stopped(stop_signals.received)
+        raise Stopped(stop_signals.received)
     return failed
 
 

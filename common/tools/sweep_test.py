@@ -14,7 +14,7 @@ from common.errors import PartialError, UserError
 from common.files import ROOT
 from common.testing.commands import wait_until
 from common.testing.tiny_task import CONFIG
-from common.tools import sweep
+from common.tools import sweep, sweep_grid, sweep_picture, sweep_ranking
 from common.tools.report import RecordedRun
 from common.tools.report_test import evaluation
 
@@ -81,7 +81,7 @@ def tables(text: str) -> list[list[str]]:
 
 def started(words: list[str]) -> list[RecordedRun]:
     """Return the runs in the order of their starts."""
-    return sweep.load_runs(Path(words[2].partition("=")[2]))
+    return sweep_ranking.load_runs(Path(words[2].partition("=")[2]))
 
 
 def test_every_combination_is_trained_once(words, tmp_path, capsys):
@@ -116,16 +116,16 @@ def test_every_combination_is_trained_once(words, tmp_path, capsys):
 
 def test_draws_are_the_same_in_every_command():
     grid = {"RATE": ["log(1e-8,1)"], "DECAY": ["uniform(0.1,0.2)", "3"], "SEED": ["1", "2"]}
-    drawn = sweep.combine(grid, 9)
+    drawn = sweep_grid.combine(grid, 9)
     assert len(drawn) == 18
-    assert drawn[:4] == sweep.combine(grid, 2)
+    assert drawn[:4] == sweep_grid.combine(grid, 2)
     assert [values["SEED"] for values in drawn[:4]] == ["1", "2"] * 2
     rates = [float(values["RATE"]) for values in drawn]
     assert 1e-8 < min(rates) < 1e-5 < 1e-3 < max(rates) < 1
     decays = {float(values["DECAY"]) for values in drawn}
     assert all(0.1 < decay < 0.2 for decay in decays - {3})
     assert len(decays) > 2
-    assert len(sweep.combine({"DECAY": ["1", "2"]}, 99)) == 2
+    assert len(sweep_grid.combine({"DECAY": ["1", "2"]}, 99)) == 2
 
 
 def finished_run(*top1: float, last_step: int = 4, loss: float = 1.5, best="top1", **values: float):
@@ -140,7 +140,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     high = finished_run(0.2, 0.65, 0.3, RATE=0.8)  # PATIENCE ends below the best
     unfinished = finished_run(0.9, last_step=8, RATE=0.3, EMA=1)
     runs = [low, same, high, unfinished]
-    assert [list(entry.row.values()) for entry in sweep.rank_combinations(runs, {})] == [
+    assert [list(entry.row.values()) for entry in sweep_ranking.rank_combinations(runs, {})] == [
         [0.8, "-", "65.00%", "65.00-65.00", 1, "1.500", "4"],
         [0.1, "-", "57.50%", "50.00-65.00", 2, "1.500", "4"],
         [0.3, 1, "-", "-", 0, "-", "4 of 8"],
@@ -156,16 +156,20 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         ([*diverged, unfinished], ""),
         (by_loss, "best: RATE=1.0; no ranges: repeat it with --grid SEED=1,2,3"),
     ):
-        ranked = sweep.rank_combinations(part, {})
-        assert sweep.name_best(ranked) == verdict
+        ranked = sweep_ranking.rank_combinations(part, {})
+        assert sweep_ranking.name_best(ranked) == verdict
     assert list(ranked[0].row) == ["RATE", "loss", "range", "n", "steps"]
     drawn = []
-    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.extend(figure.axes))
+    monkeypatch.setattr(
+        sweep_picture, "save_figure", lambda figure, path: drawn.extend(figure.axes)
+    )
 
-    assert not sweep.draw([unfinished], tmp_path)
-    assert sweep.draw([*runs, low], tmp_path)
-    assert sweep.draw(runs[:3], tmp_path, best="RATE")  # the only key
-    assert sweep.draw([finished_run(0.5, RATE=rate) for rate in (0.0003295, 0.0004042)], tmp_path)
+    assert not sweep_picture.draw([unfinished], tmp_path)
+    assert sweep_picture.draw([*runs, low], tmp_path)
+    assert sweep_picture.draw(runs[:3], tmp_path, best="RATE")  # the only key
+    assert sweep_picture.draw(
+        [finished_run(0.5, RATE=rate) for rate in (0.0003295, 0.0004042)], tmp_path
+    )
     by_rate, by_run, by_draw = drawn
     assert by_draw.lines[0].get_linestyle() == "None"
     assert by_rate.lines[0].get_ydata() == pytest.approx([55, 65])
@@ -212,15 +216,15 @@ def test_a_recipe_is_trained_by_its_tasks_script_and_another_config_by_train(tmp
         "vit_lite_2d": "cifar10_benchmark",
         "config_AMP_torch": "caltech101_amp",
     }.items():
-        found = sweep.find_script(recipe, None)
+        found = sweep_grid.find_script(recipe, None)
         assert found[0].parent.name == task
     own = tmp_path / "own.py"
     own.touch()
-    assert sweep.find_script(str(own), found[0]) == found
+    assert sweep_grid.find_script(str(own), found[0]) == found
     with pytest.raises(
         UserError, match="own.py is no recipe: add --train SCRIPT, which is .*caltech101_amp/train"
     ):
-        sweep.find_script(str(own), None)
+        sweep_grid.find_script(str(own), None)
 
 
 def test_runs_at_a_time_have_gpus_and_cores_of_their_own(words, tmp_path, monkeypatch):

@@ -1,0 +1,132 @@
+"""Which combination of a sweep is best: the tables of its runs."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.metrics.metrics_file import CHARTS
+from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
+from common.tools.sweep_grid import SEED
+
+COSTS = (
+    "first table: each run's best evaluation by BEST, as in checkpoints/best; GB: peak memory of a "
+    "process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
+    "difference of the train loss from the first run's"
+)
+
+
+def load_runs(output: Path) -> list[RecordedRun]:
+    """Return the runs in a sweep's folder, in the order of their starts."""
+    runs = [load_run(folder, folder.name) for folder in find_runs(output)]
+    return sorted(runs, key=lambda run: run.about["starts"][0]["started"])
+
+
+def values_of(run: RecordedRun) -> dict[str, int | float | str]:
+    """Return the values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
+    pairs = [part.split("=", 1) for part in run.name.split(",") if "=" in part]
+    return {key: _number(value) for key, value in pairs} or {"run": run.name}
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that ``text`` is, or ``text``."""
+    for number_type in (int, float):
+        with suppress(ValueError):
+            return number_type(text)
+    return text
+
+
+class Ranked(NamedTuple):
+    """A combination of a sweep's values."""
+
+    score: float  # the mean of ``measured``, of a loss negative; -inf if a loss is not finite
+    measured: list[float]  # the metric of the finished runs at their best, scaled as in `CHARTS`
+    values: dict[str, Any]
+    row: dict[str, Any]  # its row of the table
+
+
+def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> list[Ranked]:
+    """Return the combinations of a sweep's values, the best first.
+
+    Runs that differ only in `SEED` are one: the mean of the metric in the best evaluation of each,
+    its range, and how many they are. ``notes``: what to add to its steps, by a run's name.
+    """
+    metric = runs[0].metric
+    scale = CHARTS[metric].scale
+    unit = "%" if scale == 100 else ""
+    digits = 2 if unit else 3
+    keys = dict.fromkeys(key for run in runs for key in values_of(run) if key != SEED)
+    groups = defaultdict(list)
+    for run in runs:
+        known = values_of(run)
+        # A run of another command may lack a key.
+        groups[tuple((key, known.get(key, ABSENT)) for key in keys)].append(run)
+    ranked = []
+    for values, group in groups.items():
+        bests = [run.best for run in group if run.final]
+        measured = [scale * best.get(metric, math.nan) for best in bests]
+        steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
+        shown_mean = shown_range = shown_loss = ABSENT
+        score = -math.inf
+        if bests:
+            mean = statistics.mean(measured)
+            loss = statistics.mean(best["loss"] for best in bests)
+            shown_mean = f"{mean:.{digits}f}{unit}"
+            shown_range = f"{min(measured):.{digits}f}-{max(measured):.{digits}f}"
+            shown_loss = f"{loss:.3f}"
+            # A run that has diverged is never the best, whatever its NaNs were counted as.
+            if math.isfinite(mean + loss):
+                score = -mean if metric == "loss" else mean
+        row = dict(values)
+        row |= {metric: shown_mean, "range": shown_range, "n": len(bests), "loss": shown_loss}
+        row["steps"] = ", ".join(steps)
+        ranked.append(Ranked(score, measured, dict(values), row))
+    return sorted(ranked, key=lambda entry: (len(entry.measured) > 0, entry.score), reverse=True)
+
+
+def name_best(ranked: Sequence[Ranked]) -> str:
+    """Return a line that names the best of several combinations and compares it to the second."""
+    if len(ranked) < 2:
+        return ""
+    best, second, *_ = ranked
+    if not second.measured or not math.isfinite(best.score):
+        return ""
+    if not math.isfinite(second.score):
+        verdict = "the loss of the others is not finite"
+    elif len(best.measured) == len(second.measured) == 1:
+        verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
+    else:
+        ranges = best.measured, second.measured
+        overlap = max(map(min, ranges)) <= min(map(max, ranges))
+        verdict = "ranges overlap" if overlap else "ranges do not overlap"
+    named = ", ".join(f"{key}={value}" for key, value in best.values.items())
+    return f"best: {named}; {verdict}"
+
+
+def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Return a row of costs for each run, which `COSTS` explains."""
+    first = {record["step"]: record["loss"] for record in runs[0].of_kind("train")}
+    rows = []
+    for run in runs:
+        differences = [
+            abs(record["loss"] - first[record["step"]])
+            for record in run.of_kind("train")
+            if record["step"] in first
+        ]
+        row = {
+            "run": ", ".join(map(str, values_of(run).values())),
+            "GB": run.median("peak_memory_gb", "{:.2f}"),
+            "img/s": run.median("samples_per_s", "{:,.0f}"),
+            "data": run.median("data_wait", "{:.1f} %"),
+            "fwd ms": run.median("forward_s", "{:.1f}"),
+            "bwd ms": run.median("backward_s", "{:.1f}"),
+            # NumPy's maximum is NaN if one value is.
+            "d(loss)": f"{np.max(differences):.1e}" if differences else ABSENT,
+        }
+        rows.append(row)
+    return rows

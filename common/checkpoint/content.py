@@ -1,8 +1,9 @@
 """The files of a run and its checkpoints: their fields, and the checks when they are read.
 
 checkpoints/step-00001234/
-    model.safetensors       parameters under timm's names, and statistics of batch norms
-    ema.safetensors         their moving averages, with EMA
+    model.safetensors       parameters under timm's names, and statistics of batch norms: those that
+                            are evaluated, with EMA the moving averages
+    raw.safetensors         those that are trained, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
     trainer.json            step, position in the data, loss scale, skipped updates, best
@@ -20,13 +21,15 @@ too.
 Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
 a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
 
+Version 1 had the averages in ema.safetensors, and in model.safetensors what is trained.
+
 The formats may grow: only the fields that are read are checked, other fields and files are ignored.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
@@ -41,7 +44,8 @@ from common.metrics.metrics_file import read_metrics
 from common.text import first_line
 
 MODEL = "model.safetensors"
-EMA = "ema.safetensors"
+RAW = "raw.safetensors"
+EMA = "ema.safetensors"  # of version 1
 OPTIMIZER = "optimizer.safetensors"
 RANDOM = "random.safetensors"
 TRAINER = "trainer.json"
@@ -51,7 +55,7 @@ FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)  # what no checkpoi
 MARKER = "COMPLETE"
 BEST = "best"
 BEST_FILE = "best.txt"
-VERSION = 1  # trainer.json's; raise it when a field that is read changes its meaning
+VERSION = 2  # trainer.json's; raise it when a field that is read changes its meaning
 MAX_BYTES = 1 << 40  # greatest size of a file that is read: a sparse one may claim any
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Tensors = dict[str, Tensor]
@@ -211,6 +215,20 @@ def read_tensors(file: Path) -> Tensors:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: {first_line(error)}") from error
+
+
+class WeightFiles(NamedTuple):
+    """Names of a checkpoint's files; they are the same without EMA."""
+
+    evaluated: str
+    trained: str
+
+
+def weight_files(path: Path) -> WeightFiles:
+    """Return which files of the checkpoint folder ``path`` hold the weights."""
+    if (path / EMA).exists():
+        return WeightFiles(evaluated=EMA, trained=MODEL)
+    return WeightFiles(evaluated=MODEL, trained=RAW if (path / RAW).exists() else MODEL)
 
 
 def find_fault(path: Path) -> str | None:

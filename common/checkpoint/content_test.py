@@ -64,6 +64,7 @@ def resume(run: Path) -> None:
     ("file", "change", "fault"),
     [
         ("model.safetensors", {}, " does not fit the model: "),
+        ("raw.safetensors", {}, " does not fit the model: "),
         (
             "ema.safetensors",
             {},
@@ -80,7 +81,7 @@ def resume(run: Path) -> None:
             b'{"kind": "eval", "step": 1, "loss": 1, "samples": 2}\n',
             " line 1: .* without top1, top5, ",
         ),
-        ("trainer.json", (b'"trainer"', b'"version": 2, "trainer"'), "version: .*, not 2"),
+        ("trainer.json", (b'"trainer"', b'"version": 3, "trainer"'), "version: .*, not 3"),
         ("random.safetensors", None, "each with its SHA-256"),
     ],
 )

@@ -120,7 +120,7 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
     settings.append(f"NUM_EPOCHS={epochs}")
     run_ranks(gpus, train, data, tmp_path / "whole", settings)
     whole, steps = read_result(tmp_path / "whole"), 4 * epochs
-    assert ("ema.safetensors" in whole) == (amp != "TORCH")
+    assert ("raw.safetensors" in whole) == (amp != "TORCH")
     assert list(whole["trainer.json"]["trainer"].values()) == [steps, epochs, 0, steps]
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
@@ -162,10 +162,29 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data, tmp_p
     averaging = ["EMA=0.9", "EMA_WARMUP=False", "CHECKPOINT_EVERY=1", "gradient_accumulation=2"]
     allowed = "--allow-change=EMA", "--allow-change=EMA_WARMUP"
     run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), *allowed)
-    files = first / "model.safetensors", last / "model.safetensors", last / "ema.safetensors"
+    files = first / "model.safetensors", last / "raw.safetensors", last / "model.safetensors"
     weights, trained, averages = map(load_file, files)
     for name, average in averages.items():  # once a step, not a micro-batch
         torch.testing.assert_close(average, weights[name].lerp(trained[name], 0.1))
+
+
+def test_a_checkpoint_of_version_1_resumes_bit_for_bit(data, tmp_path):
+    """It has the averages in a file of their own, and what is trained in model.safetensors."""
+    settings = ["EMA=0.9", "NUM_EPOCHS=1"]
+    run_ranks(1, train, data, tmp_path / "whole", settings)
+    run_ranks(1, train, data, tmp_path / "run", settings, (3, False))
+    (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    content = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "COMPLETE"}
+    averages = content.pop("model.safetensors")
+    trained = content.pop("raw.safetensors")
+    assert averages != trained
+    state = content["trainer.json"].replace(b'"version": 2', b'"version": 1')
+    content |= {"ema.safetensors": averages, "model.safetensors": trained, "trainer.json": state}
+    write_checkpoint(path, content)
+    files = [open_run(str(path), raw=raw).weights for raw in (False, True)]
+    assert files == ["ema.safetensors", "model.safetensors"]
+    run_ranks(1, train, data, tmp_path / "run", settings)
+    assert read_result(tmp_path / "run") == read_result(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from common.checkpoint.content import (
     BEST,
     BEST_FILE,
-    EMA,
     MARKER,
     MODEL,
     OPTIMIZER,
+    RAW,
     Tensors,
     read_tensors,
+    weight_files,
 )
 from common.engine.tensor_parallel.sharding import (
     full_model_state,
@@ -177,8 +178,9 @@ def full_state_dict(
         OPTIMIZER: full_optimizer_state(model, optimizer),
     }
     if averages is not None:
+        files[RAW] = files[MODEL]
         # A generator gathers each when it is copied, so that one full tensor is held at a time.
-        files[EMA] = (
+        files[MODEL] = (
             (name, gather_full(shard, averages.get(name)))
             for name, shard in local_state(model).items()
         )
@@ -212,8 +214,9 @@ def load_full_state_dict(
     ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its
     weights. Raises UserError for the checkpoint of another architecture.
     """
-    weights = read_tensors(path / MODEL)
-    check_weights(path / MODEL, weights, model)
+    files = weight_files(path)
+    weights = read_tensors(path / files.trained)
+    check_weights(path / files.trained, weights, model)
     load_full_model_state(model, weights)
     state = read_tensors(path / OPTIMIZER)
     unknown = [entry for entry in state if entry.partition("/")[2] not in weights]
@@ -224,10 +227,8 @@ def load_full_state_dict(
         )
     load_full_optimizer_state(model, optimizer, state)
     if averages is not None:
-        full = weights
-        if (path / EMA).exists():
-            full = read_tensors(path / EMA)
-            check_weights(path / EMA, full, model)
+        full = read_tensors(path / files.evaluated)
+        check_weights(path / files.evaluated, full, model)
         shards = local_state(model)
         for name, average in averages.items():
             # In place: `EmaHook` holds these tensors.

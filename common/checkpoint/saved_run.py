@@ -9,13 +9,13 @@ from torch import nn
 
 from common.checkpoint.content import (
     CONFIG,
-    EMA,
     MARKER,
     MODEL,
     Tensors,
     read_about,
     read_config,
     read_tensors,
+    weight_files,
 )
 from common.checkpoint.save import best_checkpoint, newest_checkpoint
 from common.errors import UserError
@@ -99,10 +99,11 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     run = checkpoint.parent.parent  # <run>/checkpoints/<checkpoint>
     about = read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
-    weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
+    files = weight_files(checkpoint)
+    weights = files.trained if raw else files.evaluated
     # A checkpoint that was copied elsewhere has no run around it.
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
-    average = "; moving average of the weights" if weights == EMA else ""
+    average = "; moving average of the weights" if weights != files.trained else ""
     size = config["MODEL"]["image_size"]
     trained = _trained_size(about, config)
     resized = ""

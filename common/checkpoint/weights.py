@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
+from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL, RAW
 from common.checkpoint.foreign_weights import describe_arguments, read_torch_file, unwrap_weights
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.load import REQUIRED, parse_settings, restore_config
@@ -145,7 +145,7 @@ def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
 def _read_description(file: Path) -> Mapping[str, Any]:
     """Return what config.json beside a model's ``file`` says of it, else the file's own header."""
     beside = file.with_name(CONFIG)
-    if file.name in (MODEL, EMA) and beside.is_file():
+    if file.name in (MODEL, RAW, EMA) and beside.is_file():
         return json.loads(read_bytes(beside))
     if file.suffix != ".safetensors":
         return {}

@@ -105,7 +105,7 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
     alone = shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "a.safetensors")
     checkpoint = newest_checkpoint(trained / "checkpoints")
-    average = checkpoint / "ema.safetensors"
+    average = checkpoint / "model.safetensors"
     expected = load_file(average)
     for source in (trained, checkpoint, average, tmp_path / "timm", alone):
         model = build_model(**OTHER)
@@ -116,7 +116,7 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
         with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
             load_pretrained(build_model(**OTHER | {"heads": 4}), str(source))
-    assert open_run(str(trained), raw=True).weights == "model.safetensors"
+    assert open_run(str(trained), raw=True).weights == "raw.safetensors"
 
 
 @pytest.mark.parametrize("mode", ["dp2", "1d-2", "2d-4"])

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train
-from common.tools import export
+from common.tools import evaluate, export
 
 
 def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
@@ -90,6 +90,27 @@ def test_timms_validate_gives_our_top1(run, data, tmp_path):
     ((images, labels),) = loader
     top1 = (model(images).argmax(1) == labels).sum().item() / SAMPLES["test"]
     assert top1 == read_metrics(run)[-1]["top1"]
+
+
+def test_timm_gives_the_printed_top1_of_averages_with_the_documented_file(data, tmp_path, capsys):
+    """README.md sends timm's users to checkpoints/best/model.safetensors."""
+    averaged = train(data, tmp_path / "run", "EMA=0.9", "EMA_WARMUP=False", "LEARNING_RATE=1e-3")
+    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    transform = create_transform((3, 16, 16), crop_pct=0.8)
+    images = torch.stack([transform(picture) for picture in pictures])
+    architecture = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2)
+    top1 = {}
+    for file, flags in {"model.safetensors": [], "raw.safetensors": ["--raw"]}.items():
+        path = averaged / "checkpoints" / "best" / file
+        model = timm.create_model(
+            "vit_base_patch16_224", num_classes=7, checkpoint_path=str(path), **architecture
+        )
+        top1[file] = (model.eval()(images).argmax(1) == torch.tensor(labels)).float().mean().item()
+        evaluate.main([str(averaged), *flags])
+        assert f"top1={top1[file]:.4f} " in capsys.readouterr().out
+    assert top1["model.safetensors"] != top1["raw.safetensors"]
+    best = max(line["top1"] for line in read_metrics(averaged) if line["kind"] == "eval")
+    assert top1["model.safetensors"] == pytest.approx(best)
 
 
 @pytest.mark.trackers

@@ -1,6 +1,7 @@
 """Text for the terminal: safe to print, wrapped, tables, and phrases of messages."""
 
 import difflib
+import os
 import re
 import sys
 import textwrap
@@ -45,6 +46,32 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
         table.append(f"| {' | '.join(cells)} |")
     return "\n".join(table)
+
+
+def shorten_names(names: Iterable[str], most: int) -> dict[str, str]:
+    """Return a text of at most ``most`` letters for each name; different names have different ones.
+
+    A longer name keeps its start and its end. Where others would look the same, what follows their
+    common start replaces the end, and its number in ``names`` if that is the same too.
+    """
+    tail = most // 2
+    numbers: dict[str, int] = {}
+    alike: dict[str, list[str]] = {}
+    for number, name in enumerate(names):
+        if name not in numbers:
+            numbers[name] = number
+            text = name if len(name) <= most else f"{name[: most - tail - 2]}..{name[-tail:]}"
+            alike.setdefault(text, []).append(name)
+    named: dict[str, str] = {}  # by text
+    for text, group in alike.items():
+        start = len(os.path.commonprefix(group))  # noqa: RUF071  (of letters)
+        for name in group:
+            own = text if len(group) == 1 else f"{name[:3]}..{name[start : start + most - 5]}"
+            if own in named:
+                end = f"..#{numbers[name]}"
+                own = own[: most - len(end)] + end
+            named[own] = name
+    return {name: text for text, name in named.items()}
 
 
 def two_digits(number: float) -> str:

@@ -9,7 +9,6 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 import argparse
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -41,14 +40,14 @@ from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classe
 from common.process import ends_cleanly
 from common.provenance import describe_run
 from common.task import Task, data_root, find_task
-from common.text import format_table, list_some, print_wrapped
+from common.text import format_table, list_some, print_wrapped, shorten_names
 from common.tools.arguments import build_parser, name_classes
 from common.tools.intervals import METHODS, Interval, measure_intervals
 
 SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
-# What leaves 17 letters of a longer name there. Its end may have a number.
-CUT = re.compile("(?<=^.{7}).{3,}(?=.{8}$)")
+NAME_WIDTH = 17  # of a column of names there, so that the table has 80
 NAMED_CLASSES = 50  # most classes whose names the picture shows
+DRAWN_NAME = 40  # most letters of a name in it
 DRAWN = 2000  # most classes of which there is a picture
 
 
@@ -237,7 +236,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     intervals = measure_intervals(metrics, tally.answers, tally.measured)
     rows = describe_classes(run.class_names, tally.answers)
     # Printed first: the disk may be full.
-    _print_lowest(rows)
+    _print_lowest(rows, run.class_names)
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
@@ -270,15 +269,24 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         )
 
 
-def _print_lowest(rows: Sequence[Mapping[str, Any]]) -> None:
+def _print_lowest(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Print the classes with the lowest recall, in 80 columns; classes.csv has all."""
     # Texts of equal length: "0.9000" sorts as its number.
     lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
-    shown = []
-    for row in lowest:
-        names = {name: CUT.sub("..", row[name]) for name in ("class", "mistaken for")}
-        shown.append({name: value for name, value in {**row, **names}.items() if name != "top5"})
+    shown = [{name: row[name] for name in row if name != "top5"} for row in lowest]
+    shorten_classes(shown, names)
     print(f"the {len(shown)} of {len(rows)} classes with the lowest recall\n{format_table(shown)}")
+
+
+def shorten_classes(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Shorten the names of classes in ``rows`` to columns of `NAME_WIDTH`."""
+    short = shorten_names(names, NAME_WIDTH)
+    mistakes = [row["mistaken for"].rpartition(" (") for row in rows]
+    room = max(len(end) for *_, end in mistakes) + 2  # for the number, "(12)" after a space
+    shorter = shorten_names(names, NAME_WIDTH - room)
+    for row, (name, bracket, end) in zip(rows, mistakes, strict=True):
+        row["class"] = short[row["class"]]
+        row["mistaken for"] = shorter.get(name, name) + bracket + end
 
 
 def describe_metrics(
@@ -353,14 +361,20 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> Non
     confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
     # A class without samples has a row of zeros.
     shares = confusion / np.maximum(samples, 1)[:, None]
+    is_named = count <= NAMED_CLASSES
+    short = shorten_names(names, DRAWN_NAME)
+    shown = [short[name] for name in names]
     side = max(5.0, min(14.0, 0.35 * count))
-    figure, axes = build_figure(side + 1.5, side)  # inches, with the bar of colours
+    # inches of the longest name at 10 points
+    room = 0.085 * max(map(len, shown)) if is_named else 0
+    figure, axes = build_figure(side + room + 1.5, side + room)  # with the bar of colours
     axes.grid(False)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the class's images")
     title = f"Confusion matrix, {samples.sum():,} images"
-    axes.set(xlabel="predicted", ylabel="true class", title=title)
-    if count <= NAMED_CLASSES:
-        axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula
-        axes.set_yticks(range(count), names, parse_math=False)
+    label = "" if is_named else " (label in classes.csv)"
+    axes.set(xlabel=f"predicted{label}", ylabel=f"true class{label}", title=title)
+    if is_named:
+        axes.set_xticks(range(count), shown, rotation=90, parse_math=False)  # "$" is no formula
+        axes.set_yticks(range(count), shown, parse_math=False)
     save_figure(figure, path)

@@ -9,6 +9,7 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path

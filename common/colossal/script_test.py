@@ -159,6 +159,8 @@ LAMB = """
 model = colossalai.shard_model(build_tiny_model())
 colossalai.initialize(model, colossalai.Lamb(model.parameters()))
 """
+PADDED = "cnn.VocabParallelEmbedding1D(8, 16, padding_idx=1)"
+SHARED = "cnn.Classifier1D(16, 8, weight=cnn.VocabParallelEmbedding1D(8, 16).weight)"
 LARS = f"from colossalai.nn.optimizer import Lars{LAMB.replace('colossalai.Lamb', 'Lars')}"
 SRUN = """
 import os

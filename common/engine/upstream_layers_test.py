@@ -361,6 +361,34 @@ def look_around(case: str) -> dict[str, Any]:
         }
 
 
+def half_precision(case: str) -> dict[str, Any]:
+    """Return the dtypes of layers' gradients in autocast, and the error of outputs."""
+    ranks, tensor, _, samples, channels = MODES[case]
+    with launched(parallel={"tensor": {"size": ranks, **tensor}}):
+        torch.manual_seed(0)
+        x = cut(activations(), samples + channels)
+        layers = [cnn.Classifier(WIDTH, CLASSES), cnn.LayerNorm(WIDTH), cnn.Linear(WIDTH, WIDTH)]
+        found = {}
+        for layer in layers:
+            expected = layer(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = layer(x.bfloat16())
+            out.sum().backward()
+            grads = {parameter.grad.dtype for parameter in layer.parameters()}
+            error = (out - expected).abs().max() / expected.abs().max()
+            found[type(layer).__name__] = grads, error.item()
+        return found
+
+
+@pytest.mark.parametrize("case", ["1d-2", "2d-4", "2.5d-4", slow("3d-8")])
+def test_layers_compute_in_the_dtype_of_autocast(case):
+    for found in run_ranks(MODES[case][0], half_precision, case):
+        for name, (grads, error) in found.items():
+            assert grads == {torch.float32}
+            # bfloat16 has three digits
+            assert 1e-4 < error < 0.02, name
+
+
 def count_distinct(tensors: list[Tensor]) -> int:
     return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
 

@@ -186,7 +186,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(cnn.Linear(16, 32), nn.GELU(), cnn.Linear(32, 16))
     def forward(self, x):
         return x + self.mlp(self.norm(x))
-model = nn.Sequential(cnn.PatchEmbedding(4, 2, 3, 16), Block(), Block(), cnn.Classifier(16, 4))
+class First(nn.Module):
+    def forward(self, logits):
+        return logits[:, 0]
+body = [cnn.PatchEmbedding(4, 2, 3, 16), Block(), Block()]
+model = nn.Sequential(*body, cnn.Classifier(16, 4), First())
 def load(model):
     # the same full weights in every mode
     torch.manual_seed(0)
@@ -202,7 +206,7 @@ rank, ranks = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(Parallel
 for step in range(4):
     images, labels = x[step:step + 8][rank::ranks], y[step:step + 8][rank::ranks]
     engine.zero_grad()
-    logits = engine(images)[:, 0]
+    logits = engine(images)
     loss = engine.criterion(logits, labels)
     engine.backward(loss)
     engine.step()
@@ -211,6 +215,11 @@ for step in range(4):
     torch.distributed.all_reduce(figures)
     figures /= torch.distributed.get_world_size()
     print("figures", *figures.tolist(), engine.optimizer.grad_norm.item())
+trainer = Trainer(engine)
+metrics = [hooks.LossHook(), hooks.AccuracyHook(Accuracy())]
+trainer.evaluate(get_dataloader(dataset=TensorDataset(x[:16], y[:16]), batch_size=4), metrics)
+of_test = trainer.states["metrics"]["test"]
+print("figures", *(of_test[name].get_accumulated_value() for name in ("Loss", "Accuracy")), 0)
 hooks.save_checkpoint("weights.pt", 1, model)
 """
 # The arguments of upstream's functions, by position and with their defaults.
@@ -353,8 +362,8 @@ CURVES = [
 def test_colossal_ais_layers_train_as_in_one_process(layout, optimizer, head):
     figures, weights = curve(*LAYOUTS[layout], optimizer, head)
     expected_figures, expected_weights = curve(*ALONE, optimizer)
-    # loss, accuracy and gradient norm of four steps
-    assert len(figures) == 12
+    # loss, accuracy and gradient norm of four steps; loss and accuracy of an evaluation, and 0
+    assert len(figures) == 15
     torch.testing.assert_close(figures, expected_figures, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
 

@@ -149,12 +149,15 @@ def test_a_table_that_does_not_fit_is_refused(table, capsys, content, flags, mes
     assert not (table.parent / "data").exists()
 
 
-def test_a_row_names_the_file_without_a_suffix_before_one_with(table, capsys):
-    (table.parent / "images/4").touch()
-    table.write_text(ROWS + "4,a\n")
-    with pytest.raises(UserError, match="rows or images without a match: 1, "):
+def test_a_row_names_the_file_of_its_own_name_before_one_with_a_suffix_more(table, capsys):
+    for name in ("3.jpg.png", "4"):
+        (table.parent / "images" / name).touch()
+    table.write_text("name,label\n1,a\n2,b\n3.jpg,b\n4,a\n")
+    with pytest.raises(UserError, match="rows or images without a match: 2, "):
         main([f"{table.parent}/images", f"{table.parent}/data", f"--labels={table}"])
-    assert "4.jpg: no row" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3.jpg.png: no row" in said
+    assert "4.jpg: no row" in said
 
 
 SPLIT_COLUMNS = [

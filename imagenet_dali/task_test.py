@@ -129,6 +129,16 @@ def test_both_loaders_show_the_same(
     assert re.search(f"DALI: nvJPEG {does[version]}", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("build_reader", READERS.values())
+def test_a_rank_without_samples_gets_a_batch_of_padding(root, build_reader):
+    data = DATA | {"root": str(root)}
+    place = PLACED | {"dp_rank": 2, "dp_size": 3}
+    ((images, labels),) = read(build_eval_loader(data, 8, build_reader=build_reader, **place))
+    assert images.shape == (8, 3, 28, 28)
+    assert not images.any()
+    assert labels.tolist() == [NO_LABEL] * 8
+
+
 def test_wrong_settings_are_refused(folder):
     cases = [
         (

@@ -13,6 +13,7 @@ from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
+from common.data.bad_images import BadImages
 from common.data.batch_augment_test import MEAN, STD
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
 from common.data.image_folder import list_classes, list_folders
@@ -115,6 +116,13 @@ BAD = {
     8: "20000x9999 is more than 100 million pixels",
     9: "No such file or directory",
 }
+
+
+def test_chance_may_deal_a_process_some_more_bad_images():
+    """Of 500 images 1% are bad, and the standard deviation of their number is about 2.2."""
+    BadImages(500).add(["x"] * 13)
+    with pytest.raises(UserError, match="14 of the 500 images .* more than 1%"):
+        BadImages(500).add(["x"] * 14)
 
 
 @pytest.mark.parametrize(("workers", "named"), [(0, 3), (1, 2)])

@@ -62,6 +62,31 @@ def fit(
         return trainer
 
 
+def test_hooks_are_called_in_order_the_first_by_priority():
+    called = []
+
+    def build_hook(priority: int) -> BaseHook:
+        hook = BaseHook(priority)
+        for name in (
+            *("after_hook_is_attached", "before_train", "before_train_epoch", "before_train_iter"),
+            *("after_train_iter", "after_train_epoch", "before_test", "before_test_epoch"),
+            *("before_test_iter", "after_test_iter", "after_test_epoch", "after_test"),
+            "after_train",
+        ):
+            setattr(hook, name, lambda *_, name=name: called.append((name, priority)))
+        return hook
+
+    fit([build_hook(9), build_hook(1)], batches=2, test_batches=1)
+    assert called[::2] == [(name, 1) for name, _ in called[::2]]
+    assert called[1::2] == [(name, 9) for name, _ in called[::2]]
+    assert " ".join(name for name, _ in called[::2]) == (
+        "after_hook_is_attached before_train before_train_epoch "
+        "before_train_iter after_train_iter before_train_iter after_train_iter after_train_epoch "
+        "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch "
+        "after_test after_train"
+    )
+
+
 def test_counts_with_accumulation():
     counts = Recorder(
         "after_train_iter", lambda t: (t.step, t.update_done, t.cur_step, t.cur_epoch)

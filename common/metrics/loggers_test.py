@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.errors import UserError
 from common.metrics import curves, loggers
-from common.metrics.loggers import Guarded, JsonLines, ProgressBar
+from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
 from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked, run_python
 
@@ -51,6 +52,12 @@ def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
     assert child.stdout == "1000\nTrue\n"
     words = "File too large; its lines are kept in memory until they can be written"
     assert child.stderr == f"warning: {tmp_path}/metrics.jsonl: {words}\n"
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match="wandb'.: wandb is not installed; pip install wandb"):
+        check_trackers(["wandb"])
 
 
 def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):

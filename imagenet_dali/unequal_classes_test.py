@@ -24,10 +24,15 @@ def test_unequal_classes_are_said_weighted_and_drawn_equally_often(tmp_path, cap
         said = capsys.readouterr().out
         assert "images by class        bee 3, cat 10, ape 40\n" in said
         assert f"CLASS_WEIGHTS          {weights} in the training loss" in said
-    with pytest.raises(UserError, match=r"^CLASS_WEIGHTS has 2 numbers: .* each of the 3 classes"):
-        losses("refused", "CLASS_WEIGHTS=[1,2]")
+    for refused, message in {
+        "[1,2]": r"^CLASS_WEIGHTS has 2 numbers: .* each of the 3 classes",
+        "[0,0,0]": r"^CLASS_WEIGHTS=\[0, 0, 0\]: all 0, so nothing would be trained; raise one",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            losses("refused", f"CLASS_WEIGHTS={refused}")
 
-    assert losses("none", "CLASS_WEIGHTS=[0,0,0]") == [0] * 6
+    tiny = losses("tiny", "CLASS_WEIGHTS=[1e-9,1e-9,1e-9]")
+    assert max(tiny) < 1e-8  # the loss has the weights
     capsys.readouterr()
     whole = losses("whole", "DATA.sampling=balanced")
     assert "\nimages by class: bee 3, cat 10, ape 40\n" in capsys.readouterr().out

@@ -14,7 +14,8 @@ def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[floa
 
     "balanced" is the inverse of that number, "effective" of the effective number (Cui et al., arXiv
     1901.05555). Both have a mean of 1 over the training images, so that the loss keeps its scale. A
-    class without images has weight 0. Raises `UserError` for a list of another length.
+    class without images has weight 0. Raises `UserError` for a list of another length, or
+    of zeros alone.
     """
     setting = config["CLASS_WEIGHTS"]
     classes = config["MODEL"]["num_classes"]
@@ -31,6 +32,8 @@ def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[floa
             f"CLASS_WEIGHTS has {len(setting)} numbers: give one for each of the {classes} "
             "classes, in the order of labels"
         )
+    if setting and not any(setting):
+        raise UserError(f"CLASS_WEIGHTS={setting}: all 0, so nothing would be trained; raise one")
     return setting
 
 

@@ -38,7 +38,7 @@ from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.measurement import Measurement
 from common.metrics.profiler import ProfilerHook
 from common.model.flops import peak_images_per_s
-from common.planner.cluster import DECODE, cluster_here, parse_cluster
+from common.planner.cluster import DECODE, Cluster, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import Planner
 from common.process import at_end, set_variable
@@ -344,6 +344,7 @@ def _announce(name: str, prepared: Prepared, reading: str, instead: str, sides: 
     for warning in (
         explain_cpu(config, plan.total_batch, plan.gpus),
         explain_cudnn(),
+        torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
         spare_classes(config, data),
         precision.warning,
     ):
@@ -419,6 +420,29 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
         f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least "
         f"{seconds:,.0f} s"
     )
+
+
+def explain_sizes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> str:
+    """Return a warning of the first size of IMAGE_SIZES that is not expected to fit; else "".
+
+    Its error would come when its epochs begin, perhaps after hours.
+    """
+    if not config["IMAGE_SIZES"]:
+        return ""
+    planner = Planner(config, plan, cluster)
+    begin = 0
+    for each in plan.resolutions:
+        step = each.micro_batch, each.accumulation, each.image_size
+        prediction = planner.predict(config, *step)
+        if not prediction.fits:
+            need = _size(prediction.estimate.peak)
+            return (
+                f"warning: from epoch {begin + 1} on, {each.micro_batch} images of "
+                f"{each.image_size} pixels are expected to take {need}, too much for a GPU with "
+                f"{_size(cluster.memory)}: lower MICRO_BATCH_SIZE, or what IMAGE_SIZES has"
+            )
+        begin = each.end
+    return ""
 
 
 def explain_cudnn() -> str:

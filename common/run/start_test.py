@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from common.config.load import load_config
+from common.config.plan import build_plan
 from common.engine import amp
 from common.engine.groups import shutdown
 from common.errors import UserError
+from common.planner.cluster import Cluster
 from common.run.prepare import parse_arguments
-from common.run.start import explain_cpu, explain_cudnn
+from common.run.start import explain_cpu, explain_cudnn, explain_sizes
 from common.task import data_root
 from common.testing.commands import Ended, run_forked
 from common.testing.ranks import run_ranks
@@ -97,6 +99,23 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     words = "training on the CPU; a step of 65,536 images takes at least 3,453 s"
     assert words in explain_cpu(load_config("vit-b16"), 65_536, 2)
     assert not explain_cpu(load_config("quickstart"), 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    {
+        80e9: "",
+        1.8e9: "warning: from epoch 3 on, 32 images of 224 pixels are expected to take 1.7 GB,",
+        0.2e9: "warning: from epoch 1 on, 32 images of 64 pixels are expected to take ",
+    }.items(),
+)
+def test_a_later_size_of_images_that_does_not_fit_is_said_at_the_start(memory, words):
+    settings = "TOTAL_BATCH_SIZE=64", "MICRO_BATCH_SIZE=32", "IMAGE_SIZES=[(2, 64)]"
+    config = load_config("vit_s16_vanilla", settings)
+    plan = build_plan(config, 1, None)
+    said = explain_sizes(config, plan, Cluster(memory=memory))
+    assert said.startswith(words)
+    assert (f" GB, too much for a GPU with {memory / 1e9:.1f} GB: lower" in said) == bool(words)
 
 
 @pytest.mark.parametrize(

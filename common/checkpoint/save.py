@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from common.engine.upstream import gpc
 from common.errors import UserError
 from common.files import read_text, sha256_of, sync
 from common.metrics.loggers import warn
+from common.metrics.metrics_file import Metrics
 from common.model.fit import check_weights
 
 
@@ -117,6 +118,16 @@ def best_checkpoint(folder: Path) -> Path | None:
         # The name alone: the file of a stranger may say ../../elsewhere.
         best = folder / Path(read_text(file).strip()).name
     return best if (best / MARKER).is_file() else None
+
+
+def find_best(run: Path, evaluations: Sequence[Metrics]) -> Metrics | None:
+    """Return the evaluation of a run's checkpoints/best; None where it is not known."""
+    folder = run / "checkpoints"
+    marked = best_checkpoint(folder)  # a branch has its own, not that of its origin
+    for record in evaluations:
+        if checkpoint_path(folder, record["step"]) == marked:
+            return record
+    return None
 
 
 def mark_best(path: Path) -> None:

@@ -53,10 +53,11 @@ class Record(BaseModel):
     # ``grad_norm`` are those of the last step.
     #   lr
     #   grad_norm: before clipping
-    #   noise_scale: images, averaged over about 100 steps; null: above any number
+    #   noise_scale: images, averaged over about 100 steps; null: above any number. Missing where
+    #   all steps are single micro-batches
     #   image_size: pixels of a side, in the last step, where IMAGE_SIZES changes it
     #   samples_per_s: over all GPUs
-    #   mfu: model FLOPs utilisation, a fraction of the GPUs' peak
+    #   mfu: model FLOPs utilisation, a fraction of the GPUs' peak, or of the one measured
     #   data_wait: fraction of the time that rank 0 waited for its loader
     #   forward_s: seconds of a step in the forward passes with the loss
     #   backward_s: seconds of a step in the backward passes

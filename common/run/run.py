@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
-from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
+from common.checkpoint.save import checkpoint_path, find_best, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
 from common.config.class_weights import class_weights
 from common.config.plan import Plan
@@ -182,16 +181,6 @@ def read_records(output: Path, kind: str) -> list[Metrics]:
     with suppress(UserError):
         return [record for record in read_metrics(output) if record["kind"] == kind]
     return []
-
-
-def find_best(output: Path, evaluations: Sequence[Metrics]) -> Metrics | None:
-    """Return the evaluation of checkpoints/best; None where it is not known."""
-    folder = output / "checkpoints"
-    marked = best_checkpoint(folder)  # a branch has its own, not that of its origin
-    for record in evaluations:
-        if checkpoint_path(folder, record["step"]) == marked:
-            return record
-    return None
 
 
 def describe_best(best: Metrics, metric: str) -> str:

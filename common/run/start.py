@@ -20,6 +20,7 @@ from common.checkpoint.resume import (
     finished_step,
     print_changes,
 )
+from common.checkpoint.save import find_best
 from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
 from common.data.sampler import window_bytes
@@ -51,7 +52,7 @@ from common.run.prepare import (
     prepare_run,
     spare_classes,
 )
-from common.run.run import Run, describe_best, find_best, read_records
+from common.run.run import Run, describe_best, read_records
 from common.task import Task, named_root
 from common.text import first_line, print_wrapped
 

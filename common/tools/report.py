@@ -28,6 +28,7 @@ from typing import Any
 from jinja2 import Environment
 
 from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
+from common.checkpoint.save import find_best
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import plain_cell, replacing, short_path
@@ -50,6 +51,7 @@ class RecordedRun:
     name: str
     about: Mapping[str, Any]
     metrics: Sequence[Metrics]
+    marked: Metrics | None = None  # the evaluation of checkpoints/best, where there is one
 
     @property
     def steps(self) -> str:
@@ -84,8 +86,9 @@ class RecordedRun:
 
     @property
     def best(self) -> Metrics:
-        """The evaluation of checkpoints/best, the first of equals; {} before any."""
-        return max(
+        """The evaluation of checkpoints/best, or if that is gone, the best; {} before any."""
+        # the mark first: with another BEST, other data or in a branch, the best starts anew
+        return self.marked or max(
             self.of_kind("eval"), key=lambda line: rank_evaluation(line, self.metric), default={}
         )
 
@@ -150,7 +153,8 @@ def load_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
     about = read_about(folder, ConfigFile)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
-    return RecordedRun(name, about, metrics)
+    marked = find_best(folder, [line for line in metrics if line["kind"] == "eval"])
+    return RecordedRun(name, about, metrics, marked)
 
 
 def result_row(run: RecordedRun) -> dict[str, Any]:

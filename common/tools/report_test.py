@@ -130,6 +130,18 @@ def test_the_best_evaluation_is_that_of_best(tmp_path):
         assert f"Best evaluation, by BEST {said} Steps" in words_of(make(run))
 
 
+def test_the_best_evaluation_is_that_of_the_marked_checkpoint(tmp_path):
+    """With another BEST or other data the best starts anew: the earlier ones do not count."""
+    run = write_run(tmp_path / "run", [evaluation(step, 1 / step) for step in (1, 2, 4)])
+    marked = run / "checkpoints/step-00000002"
+    marked.mkdir(parents=True)
+    (marked / "COMPLETE").touch()
+    (run / "checkpoints/best.txt").write_text("step-00000002\n")
+    assert "Best evaluation, by BEST top-1 50.00% at step 2 " in words_of(make(run))
+    shutil.rmtree(marked)
+    assert "Best evaluation, by BEST top-1 100.00% at step 1 " in words_of(make(run))
+
+
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path, drawn):
     run = write_run(
         tmp_path / "run", [train(1, loss=2.0), train(2000, loss=None)], plan={"last_step": 4000}

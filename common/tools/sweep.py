@@ -14,22 +14,24 @@ is more. --random N draws N combinations, of values in a list or between two end
 command; --jobs N trains N at a time, each on its share of the GPUs and cores, with its output in
 DIR/<run>.log. A folder in DIR for each run has its combination as its name; more commands may add
 runs to DIR. Each run counts with its best evaluation by the config's BEST, as in checkpoints/best.
-A run that fails is in the table, the others are trained, and the exit status is 1. Rerun the
-command to resume: finished runs say so, the others continue from their checkpoints.
+Runs of another data set are ranked apart. A run that fails, or cannot start, is named at the end;
+the others are trained, and the exit status is 1. Rerun the command to resume: finished runs say so,
+the others continue from their checkpoints.
 """
 
 import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from common.errors import PartialError, UserError, at_least_1, command_parser
 from common.launch.signals import stop_signals
 from common.process import Stopped, ends_cleanly
-from common.text import did_you_mean, format_table, print_wrapped
+from common.text import did_you_mean, print_wrapped
+from common.tools.report import RecordedRun
 from common.tools.sweep_grid import (
     CONFIG_KEY,
     RANGE,
@@ -42,8 +44,12 @@ from common.tools.sweep_picture import draw
 from common.tools.sweep_processes import run_all
 from common.tools.sweep_ranking import (
     COSTS,
+    group_by_data,
     load_runs,
     name_best,
+    other_keys,
+    print_ranked,
+    print_table,
     rank_combinations,
     tabulate_costs,
     values_of,
@@ -79,28 +85,48 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     failed = train(args) if args.config or args.grid or args.set or args.random else {}
+    failure = f"failed: {', '.join(failed)}; rerun the command to resume"
     runs = load_runs(args.output)
+    if failed and not runs:
+        raise PartialError(failure)
     if not runs:
         raise UserError(
             f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
         )
     _check_best(args.best, [key for run in runs for key in values_of(run)])
+    keys = other_keys(runs)
+    if keys:
+        print_wrapped(f"warning: the commands of these runs differ in {', '.join(keys)} too")
+    groups = group_by_data(runs)
+    for number, group in enumerate(groups.values(), 1):
+        if len(groups) > 1:
+            data = group[0].about["data"]
+            images = f"{data['train_samples']:,} training and {data['eval_samples']:,} evaluation"
+            root = group[0].about["config"]["DATA"]["root"]
+            print_wrapped(f"data set {number} of {len(groups)}: DATA.root={root}, {images} images")
+        picture = "sweep.png" if number == 1 else f"sweep-{number}.png"
+        report(group, failed, args.output / picture, args.best)
+    if failed:
+        raise PartialError(failure)
+
+
+def report(
+    runs: Sequence[RecordedRun], failed: Mapping[str, str], picture: Path, best: str | None
+) -> None:
+    """Print the tables of runs of one data set, and draw their picture."""
     ranked = rank_combinations(runs, failed)
-    print(format_table([entry.row for entry in ranked]))
+    print_ranked(ranked)
     print_wrapped(COSTS, 0)
-    print(format_table(tabulate_costs(runs)))
-    picture = args.output / "sweep.png"
-    is_drawn = draw(runs, picture, args.best)
+    print_table(tabulate_costs(runs), [values_of(run) for run in runs])
+    is_drawn = draw(runs, picture, best)
     print(picture if is_drawn else "no picture yet: no run has been evaluated")
     print(name_best(ranked))
-    if failed:
-        raise PartialError(f"failed: {', '.join(failed)}; rerun the command to resume")
 
 
 def train(args: argparse.Namespace) -> dict[str, str]:
     """Check every combination, then train them in ``args.output``.
 
-    Returns a note with the exit status for each run that failed after its start, by name.
+    Returns a note with the exit status for each run that failed, or could not start, by name.
     """
     grid = dict(map(parse_grid, args.grid))
     if len(grid) < len(args.grid):
@@ -114,25 +140,20 @@ def train(args: argparse.Namespace) -> dict[str, str]:
     if not args.random and any(map(RANGE.fullmatch, itertools.chain(*grid.values()))):
         raise UserError(f"--grid: {RANGE_HELP}")
     _check_best(args.best, list(grid))
-    planned = plan_commands(args, combine(grid, args.random))
     failed: dict[str, str] = {}
+    planned = plan_commands(args, combine(grid, args.random), failed)
     started = time.time()
     # An error closes it too, and so ends the other runs.
     with closing(run_all(planned, min(args.jobs, len(planned)))) as ended:
         for number, (folder, status) in enumerate(ended, 1):
-            # A mistake that ends a run before its first step is likely to end all.
-            if status and not (folder / "config.json").exists():
-                raise UserError(
-                    f"{folder.name} did not start (exit status {status}, message above): the sweep "
-                    "ends here"
-                )
+            has_started = (folder / "config.json").exists()
             if status:
                 failed[folder.name] = f" (failed, exit status {status})"
             # A run that was finished before wrote nothing, and has changed nothing in the table.
             has_trained = status or (folder / "metrics.jsonl").stat().st_mtime > started
-            if has_trained and number < len(planned):
-                ranked = rank_combinations(load_runs(args.output), failed)
-                print(format_table([entry.row for entry in ranked]), flush=True)
+            if has_started and has_trained and number < len(planned):
+                for group in group_by_data(load_runs(args.output)).values():
+                    print_ranked(rank_combinations(group, failed))
     if stop_signals.received:
         print("the sweep was stopped; rerun the command to resume", file=sys.stderr)
         raise Stopped(stop_signals.received)

@@ -7,14 +7,16 @@ import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
 from common.errors import UserError
 from common.files import ROOT
 from common.task import TASKS, find_task
+from common.text import print_wrapped
 
 CONFIG_KEY = "CONFIG"
 SEED = "SEED"  # the key whose values are repetitions
@@ -83,38 +85,70 @@ def _draw(key: str, values: Sequence[str], generator: random.Random) -> str:
 
 
 def plan_commands(
-    args: argparse.Namespace, combinations: Sequence[dict[str, str]]
+    args: argparse.Namespace, combinations: Sequence[dict[str, str]], failed: dict[str, str]
 ) -> dict[Path, Planned]:
-    """Return the command of each combination by its run's folder.
+    """Return the command of each combination by its run's folder, the same values once.
 
-    Raises `UserError` for a combination that cannot be trained.
+    What cannot be trained is said, and its name added to ``failed``. Raises `UserError` if all of
+    it is refused.
     """
     planned: dict[Path, Planned] = {}
+    configs: dict[Path, tuple[str, dict[str, Any]]] = {}
+    # The same value may be written otherwise in an earlier command.
+    folders = _find_folders(args.output.resolve())
+    mistakes = []
     for chosen in combinations:
         name = chosen.get(CONFIG_KEY) or args.config
         script, recipe = find_script(name, args.train)
         path = str(find_config(name, recipe).resolve())
         settings = list(args.set)
         settings += [f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY]
-        config = load_config(path, settings, recipe)
-        processes = max(args.processes, config["parallel"]["tensor"]["size"])
-        build_plan(config, processes, None)  # it refuses a batch that does not divide
-        folder = args.output.resolve() / name_run(chosen)
+        run_name = name_run(chosen)
+        try:
+            config = load_config(path, settings, recipe)
+            processes = max(args.processes, config["parallel"]["tensor"]["size"])
+            build_plan(config, processes, None)  # it refuses a batch that does not divide
+        except UserError as error:
+            mistakes.append(error)
+            failed[run_name] = ""
+            print_wrapped(f"{run_name} cannot start: {error}", is_warning=True)
+            continue
+        values = frozenset(parse_name(run_name).items())
+        folder = folders.setdefault(values, args.output.resolve() / run_name)
+        twins = [other for other, content in configs.items() if content == (path, config)]
+        if twins:
+            print_wrapped(f"{run_name}: the same values as {twins[0].name}, trained once")
+            continue
         if folder in planned:
             raise UserError(
                 f"--grid: two combinations would share the folder {folder.name}: choose values "
                 "that differ"
             )
-        command = [sys.executable]
-        if processes > 1:
-            # Our own torchrun. It gets an address, since a host's name may not resolve.
-            command += ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
-            command.append(f"--nproc_per_node={processes}")
+        configs[folder] = path, config
+        command = _start_processes(processes)
         command += [str(script), "--config", path]
         for setting in settings:
             command += ["--set", setting]
         planned[folder] = Planned([*command, "--output", str(folder)], processes)
+    if not planned:
+        raise mistakes[0]
     return planned
+
+
+def _start_processes(number: int) -> list[str]:
+    """Return the words that start a script in a number of processes."""
+    command = [sys.executable]
+    if number > 1:
+        # Our own torchrun. It gets an address, since a host's name may not resolve.
+        command += ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
+        command.append(f"--nproc_per_node={number}")
+    return command
+
+
+def _find_folders(output: Path) -> dict[frozenset[Any], Path]:
+    """Return the folders of the runs in ``output`` by their values."""
+    folders = [path.parent for path in output.glob("*/config.json")]
+    return {frozenset(parse_name(folder.name).items()): folder for folder in folders}
 
 
 def name_run(values: Mapping[str, str]) -> str:
@@ -123,6 +157,20 @@ def name_run(values: Mapping[str, str]) -> str:
         re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in values.items()
     ]
     return ",".join(parts) or "run"
+
+
+def parse_name(name: str) -> dict[str, int | float | str]:
+    """Return the values in the name of a run's folder, ``KEY=VALUE,KEY=VALUE``."""
+    pairs = [part.split("=", 1) for part in name.split(",") if "=" in part]
+    return {key: parse_number(value) for key, value in pairs} or {"run": name}
+
+
+def parse_number(text: str) -> int | float | str:
+    """Return the number that ``text`` is, or ``text``."""
+    for number_type in (int, float):
+        with suppress(ValueError):
+            return number_type(text)
+    return text
 
 
 def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:

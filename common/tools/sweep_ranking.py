@@ -4,16 +4,19 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.metrics.evaluation import Best, rank_repetitions
 from common.metrics.metrics_file import CHARTS
+from common.text import format_table, print_wrapped
 from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
-from common.tools.sweep_grid import SEED
+from common.tools.sweep_grid import SEED, parse_name, parse_number
 
+WIDTH = 80  # most columns of a table
 COSTS = (
     "first table: each run's best evaluation by BEST, as in checkpoints/best; GB: peak memory of a "
     "process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
@@ -28,23 +31,67 @@ def load_runs(output: Path) -> list[RecordedRun]:
 
 
 def values_of(run: RecordedRun) -> dict[str, int | float | str]:
-    """Return the values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
-    pairs = [part.split("=", 1) for part in run.name.split(",") if "=" in part]
-    return {key: _number(value) for key, value in pairs} or {"run": run.name}
+    """Return the values of a sweep's run, by the keys in its name, as its command has them."""
+    # A name has no characters that shells treat specially.
+    typed = {key: parse_number(value) for key, value in settings_of(run).items()}
+    return {key: typed.get(key, value) for key, value in parse_name(run.name).items()}
 
 
-def _number(text: str) -> int | float | str:
-    """Return the number that ``text`` is, or ``text``."""
-    for number_type in (int, float):
-        with suppress(ValueError):
-            return number_type(text)
-    return text
+def settings_of(run: RecordedRun) -> dict[str, str]:
+    """Return what --set overrides in the run's command."""
+    words = pairwise(run.about.get("argv", ()))
+    return dict(text.split("=", 1) for flag, text in words if flag == "--set")
+
+
+def other_keys(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return the keys of --set, none of a grid, in which the commands of ``runs`` differ."""
+    commands = []
+    for run in runs:
+        values = values_of(run)
+        settings = settings_of(run).items()
+        commands.append({key: value for key, value in settings if key not in values})
+    keys = sorted({key for command in commands for key in command})
+    return [key for key in keys if len({command.get(key) for command in commands}) > 1]
+
+
+def group_by_data(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
+    """Return the runs of each data set, by its fingerprint: their figures do not compare.
+
+    They are one group where --grid compares values of DATA.root.
+    """
+    if all("DATA.root" in values_of(run) for run in runs):
+        return {"": list(runs)}
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.about.get("data", {}).get("fingerprint", "")].append(run)
+    return groups
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of runs; where it is wider than 80 columns, their ``values`` as a list above.
+
+    A row begins with its values.
+    """
+    table = format_table(rows)
+    if len(table.partition("\n")[0]) > WIDTH:
+        narrow = []
+        for number, (row, of_row) in enumerate(zip(rows, values, strict=True), 1):
+            print_wrapped(f"{number}: {describe_values(of_row)}")
+            figures = {key: cell for key, cell in row.items() if key not in {*of_row, "run"}}
+            narrow.append({"no.": number} | figures)
+        table = format_table(narrow)
+    print(table, flush=True)
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    """Return the values as a command has them."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 class Ranked(NamedTuple):
     """A combination of a sweep's values."""
 
-    score: float  # the mean of ``measured``, of a loss negative; -inf if a loss is not finite
+    rank: Best
     measured: list[float]  # the metric of the finished runs at their best, scaled as in `CHARTS`
     values: dict[str, Any]
     row: dict[str, Any]  # its row of the table
@@ -72,21 +119,23 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
         measured = [scale * best.get(metric, math.nan) for best in bests]
         steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
         shown_mean = shown_range = shown_loss = ABSENT
-        score = -math.inf
         if bests:
             mean = statistics.mean(measured)
             loss = statistics.mean(best["loss"] for best in bests)
             shown_mean = f"{mean:.{digits}f}{unit}"
             shown_range = f"{min(measured):.{digits}f}-{max(measured):.{digits}f}"
             shown_loss = f"{loss:.3f}"
-            # A run that has diverged is never the best, whatever its NaNs were counted as.
-            if math.isfinite(mean + loss):
-                score = -mean if metric == "loss" else mean
         row = dict(values)
         row |= {metric: shown_mean, "range": shown_range, "n": len(bests), "loss": shown_loss}
         row["steps"] = ", ".join(steps)
-        ranked.append(Ranked(score, measured, dict(values), row))
-    return sorted(ranked, key=lambda entry: (len(entry.measured) > 0, entry.score), reverse=True)
+        # A run that has diverged is never the best, whatever its NaNs were counted as.
+        ranked.append(Ranked(rank_repetitions(bests, metric), measured, dict(values), row))
+    return sorted(ranked, key=lambda entry: (len(entry.measured) > 0, entry.rank), reverse=True)
+
+
+def print_ranked(ranked: Sequence[Ranked]) -> None:
+    """Print the table of combinations."""
+    print_table([entry.row for entry in ranked], [entry.values for entry in ranked])
 
 
 def name_best(ranked: Sequence[Ranked]) -> str:
@@ -94,9 +143,9 @@ def name_best(ranked: Sequence[Ranked]) -> str:
     if len(ranked) < 2:
         return ""
     best, second, *_ = ranked
-    if not second.measured or not math.isfinite(best.score):
+    if not second.measured or best.rank == Best():
         return ""
-    if not math.isfinite(second.score):
+    if second.rank == Best():
         verdict = "the loss of the others is not finite"
     elif len(best.measured) == len(second.measured) == 1:
         verdict = f"no ranges: repeat it with --grid {SEED}=1,2,3"
@@ -104,8 +153,7 @@ def name_best(ranked: Sequence[Ranked]) -> str:
         ranges = best.measured, second.measured
         overlap = max(map(min, ranges)) <= min(map(max, ranges))
         verdict = "ranges overlap" if overlap else "ranges do not overlap"
-    named = ", ".join(f"{key}={value}" for key, value in best.values.items())
-    return f"best: {named}; {verdict}"
+    return f"best: {describe_values(best.values)}; {verdict}"
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

@@ -39,7 +39,10 @@ if rate != 7:
     records.append(dict(kind="eval", step=4, loss=1.0, top1=top1, top5=1.0, samples=8))
 place = dict(gpus=os.environ["CUDA_VISIBLE_DEVICES"], cpus=list(os.sched_getaffinity(0)))
 place["processes"] = os.environ.get("WORLD_SIZE", "1")
-about = dict(config=place, plan={"last_step": 4}, starts=[{"started": time.time()}])
+root = dict(words).get("DATA.root", "a")
+place["DATA"] = {"root": root}
+about = dict(config=place, plan={"last_step": 4}, starts=[{"started": time.time()}], argv=sys.argv)
+about["data"] = dict(fingerprint=root, train_samples=14, eval_samples=8)
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
 (folder / "config.json").write_text(json.dumps(about))
@@ -147,6 +150,8 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     ]
     diverged = [finished_run(0.9, loss=math.nan, RATE=rate) for rate in (1, 2)]
     by_loss = [finished_run(0.9, loss=rate, best="loss", RATE=rate) for rate in (2.0, 1.0)]
+    # as in checkpoints/best, the loss decides between equal ones
+    ties = [finished_run(0.9, loss=rate, RATE=rate) for rate in (2.0, 1.0)]
     for part, verdict in (
         (runs, "best: RATE=0.8, EMA=-; ranges overlap"),
         ([low, low, high], "best: RATE=0.8; ranges do not overlap"),
@@ -155,9 +160,11 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         ([*diverged, low], "best: RATE=0.1; the loss of the others is not finite"),
         ([*diverged, unfinished], ""),
         (by_loss, "best: RATE=1.0; no ranges: repeat it with --grid SEED=1,2,3"),
+        (ties, "best: RATE=1.0; no ranges: repeat it with --grid SEED=1,2,3"),
     ):
         ranked = sweep_ranking.rank_combinations(part, {})
         assert sweep_ranking.name_best(ranked) == verdict
+    ranked = sweep_ranking.rank_combinations(by_loss, {})
     assert list(ranked[0].row) == ["RATE", "loss", "range", "n", "steps"]
     drawn = []
     monkeypatch.setattr(
@@ -186,7 +193,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         "--grid LEARNING_RATE=1 --grid LERNING_RATE=2": (
             "LERNING_RATE: unknown key; did you mean 'LEARN"
         ),
-        "--grid LEARNING_RATE=1 --grid gradient_accumulation=1,3": (
+        "--grid LEARNING_RATE=1 --grid gradient_accumulation=3,4": (
             "TOTAL_BATCH_SIZE=14 is not divisible"
         ),
         "--grid LEARNING_RATE": "write it as KEY=VALUE,VALUE",
@@ -201,7 +208,6 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         "--random 2 --grid LEARNING_RATE=uniform(1)": "=uniform.1.: write log.*uniform.LOW,HIGH.",
         "--grid LEARNING_RATE=log(1e-4,1e-2)": "write log.LOW,HIGH.* with --random N",
         "--random 2 --grid LEARNING_RATE=loguniform(1,2)": "=loguniform.1,2.: write log.LOW,HIGH.",
-        "--grid LEARNING_RATE=13,1": "LEARNING_RATE=13 did not start .exit status 2",
     }.items(),
 )
 def test_mistakes_are_refused_before_the_first_run(words, arguments, message):
@@ -249,6 +255,69 @@ def test_a_run_that_fails_does_not_end_the_sweep(words, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == f"{tmp_path}/sweep/LEARNING_RATE=7.log:\nout of luck\n"
     assert [row[-1] for row in tables(out)[-6:-4]] == ["4", "2 of 4 (failed, exit status 1)"]
+
+
+def test_combinations_that_cannot_start_are_named_and_the_others_trained(words, capsys):
+    """One is refused by its values, one by its training script."""
+    with pytest.raises(PartialError) as ended:
+        sweep.main([*words, "--grid=LEARNING_RATE=13,1", "--grid=gradient_accumulation=3,1"])
+    assert [run.name for run in started(words)] == ["LEARNING_RATE=1,gradient_accumulation=1"]
+    refused = [f"LEARNING_RATE={rate},gradient_accumulation=3" for rate in (13, 1)]
+    assert str(ended.value) == (
+        f"failed: {', '.join(refused)}, LEARNING_RATE=13,gradient_accumulation=1; rerun the "
+        "command to resume"
+    )
+    err = " ".join(capsys.readouterr().err.split())
+    assert all(f"{name} cannot start: TOTAL_BATCH_SIZE=14 is not div" in err for name in refused)
+    with pytest.raises(PartialError, match="^failed: LEARNING_RATE=13; rerun"):
+        sweep.main([*words[:2], f"{words[2]}/other", "--grid=LEARNING_RATE=13"])
+
+
+def test_a_value_that_is_written_twice_is_trained_once(words, capsys):
+    sweep.main([*words, "--grid=LEARNING_RATE=1e-3,0.001"])
+    said = "LEARNING_RATE=0.001: the same values as LEARNING_RATE=1e-3, trained once\n"
+    assert said in capsys.readouterr().out
+    sweep.main([*words, "--grid=SEED=1", "--grid=LEARNING_RATE=1e-3"])
+    # in another command too, and in another order
+    sweep.main([*words, "--grid=LEARNING_RATE=0.001,0.0010", "--grid=SEED=1"])
+    assert [run.name for run in started(words)] == [
+        "LEARNING_RATE=1e-3",
+        "SEED=1,LEARNING_RATE=1e-3",
+    ]
+
+
+def test_runs_of_other_data_and_other_settings_are_told_apart(words, tmp_path, capsys):
+    sweep.main([*words, "--set=DATA.root=a", "--grid=LEARNING_RATE=1,2"])
+    settings = ["--set=DATA.root=b", "--set=NUM_EPOCHS=9"]
+    sweep.main([*words, *settings, "--grid=LEARNING_RATE=3,4"])
+    capsys.readouterr()
+    sweep.main([words[2]])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "warning: the commands of these runs differ in DATA.root, NUM_EPOCHS too"
+    assert [line for line in out if line.startswith("data set ")] == [
+        "data set 1 of 2: DATA.root=a, 14 training and 8 evaluation images",
+        "data set 2 of 2: DATA.root=b, 14 training and 8 evaluation images",
+    ]
+    best = [line.partition(";")[0] for line in out if line.startswith("best: ")]
+    assert best == ["best: LEARNING_RATE=2", "best: LEARNING_RATE=4"]
+    assert (tmp_path / "sweep" / "sweep.png").is_file()
+    assert (tmp_path / "sweep" / "sweep-2.png").is_file()
+    # asked for
+    words[2] += "/compared"
+    sweep.main([*words, "--grid=DATA.root=a,b", "--grid=LEARNING_RATE=1"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("best: DATA.root=")
+
+
+def test_tables_fit_in_80_columns_and_values_can_be_copied(words, capsys):
+    betas = "OPTIMIZER.betas=(0.9,0.95),(0.8, 0.9)"
+    sweep.main([*words, f"--grid={betas}", "--grid=LEARNING_RATE=1", "--grid=WEIGHT_DECAY=0.05"])
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines() if line[:1] in "|123") <= 80
+    listed = "1: OPTIMIZER.betas=(0.9,0.95), LEARNING_RATE=1, WEIGHT_DECAY=0.05"
+    assert out.splitlines().count(listed) == 2  # after each run
+    header = ["no.", "top1", "range", "n", "loss", "steps"]
+    first, *_, costs = tables(out.partition("[2/2]")[2])
+    assert (first, costs[0]) == (header, "(0.8, 0.9), 1, 0.05")
 
 
 def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_path):

@@ -87,6 +87,8 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     ``--debug`` anywhere in the arguments shows the traceback instead. Signals and a standard output
     that is closed, as by ``| head``, end the process without a traceback.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as `common` sets it for the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with script_scope():
         _run_script(main, sys.argv[1:] if argv is None else argv)
 

@@ -1,6 +1,8 @@
 """How a command ends: who of a run's processes says what went wrong, and with which exit status."""
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from common.errors import AgreedError, RankError, UserError, run_command
+from common.files import ROOT
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,30 @@ def test_a_closed_standard_output_ends_quietly():
     command = f'"{sys.executable}" -c "{program}" | true; exit ${{PIPESTATUS[0]}}'
     ended = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+SCRIPTS = [
+    str(path)
+    for path in sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("*/train*.py")])
+    if "__main__" in path.read_text() and path.name != "gpu.py" and "_test" not in path.name
+]
+COMMANDS = [[path] for path in SCRIPTS]
+COMMANDS += [["-m", "imagenet_dali.prepare"], ["-m", "common.launch.signals"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_while_a_script_imports_ends_it_quietly(command, tmp_path):
+    for name in ("torch", "sklearn", "pydantic"):  # each script imports one of them
+        interrupt = f"import os; os.kill(os.getpid(), {signal.SIGINT.value})"
+        (tmp_path / f"{name}.py").write_text(interrupt)
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run([sys.executable, *command], env=environ, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_program_that_imports_the_project_keeps_its_handler():
+    program = (
+        "import signal, common.errors; print(signal.getsignal(2) is signal.default_int_handler)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout == "True\n"

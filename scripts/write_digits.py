@@ -6,6 +6,9 @@ Each 8 x 8 picture is enlarged to 32 x 32 and saved as a JPEG under ``DEST/<digi
 import argparse
 from pathlib import Path
 
+import common  # noqa: F401  Ctrl-C during the slow imports below then ends quietly
+
+# isort: split
 from PIL import Image
 from sklearn.datasets import load_digits
 

@@ -22,6 +22,10 @@ def build_config(**model: object) -> dict:
     return config | {"MODEL": config["MODEL"] | {"depth": 2} | model}
 
 
+def in_micro_batches(size: int) -> dict:
+    return {"MICRO_BATCH_SIZE": size, "gradient_accumulation": None}
+
+
 def build_planner(config: dict, gpus: int, cluster: Cluster = CLUSTER) -> Planner:
     return Planner(config, build_plan(config, gpus, None), cluster)
 
@@ -99,11 +103,26 @@ def test_small_micro_batches_and_slow_decoding_bound_the_step():
     assert decoding.slowest_step == decoding.fastest_step == pytest.approx(4096 / 100)
 
 
-@pytest.mark.parametrize(("between", "all_hidden"), [(50e9, True), (1e6, False)])
-def test_gradients_are_reduced_during_the_last_backward_pass(between, all_hidden):
+def test_each_micro_batch_is_launched_and_decoded():
+    config = build_config(**WHOLE_ONLY) | in_micro_batches(1)
+    (launching,) = build_planner(config, 256).predict_modes()
+    assert launching.accumulation == 16
+    # 1 ms for each of two blocks, and little for reducing and updating 10 MB
+    assert launching.fastest_step == pytest.approx(16 * 2e-3, rel=0.1)
+    (decoding,) = build_planner(config, 256, Cluster(decode=100.0)).predict_modes()
+    assert decoding.fastest_step == pytest.approx(16 / 100)
+
+
+@pytest.mark.parametrize(
+    ("between", "micro_batch", "all_hidden"),
+    [(50e9, 256, True), (1e6, 256, False), (1e6, 16, False)],
+)
+def test_gradients_are_reduced_during_the_last_backward_pass(between, micro_batch, all_hidden):
     """With a measured rate, nothing else is open."""
     cluster = Cluster(inside=400e9, between=between, decode=1e9, images_per_s=1000.0)
-    found = predict(16, cluster, **WHOLE_ONLY)["data parallel"]
+    config = build_config(**WHOLE_ONLY) | in_micro_batches(micro_batch)
+    (found,) = build_planner(config, 16, cluster).predict_modes()
+    assert found.accumulation == 256 // micro_batch
     estimate, compute = found.estimate, 256 / 1000  # seconds for 256 of 4096 images on each GPU
     reduction = (
         2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * 20e-6

@@ -79,6 +79,11 @@ def test_groups_that_are_refused(parallel, message):
             {"mlp_ratio": 34 / 32},
             "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
         ),
+        (
+            tensor("3d", 8),
+            {},
+            "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8",
+        ),
         (tensor("1d", 2), {"stem": "conv"}, "^stem='conv' and "),
     ],
 )

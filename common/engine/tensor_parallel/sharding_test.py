@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.engine.tensor_parallel.layers import ShardedLayerNorm
+from common.engine.tensor_parallel.layers import ShardedLayerNorm, ShardedLinear
 from common.engine.tensor_parallel.layout import LAYOUTS
+from common.engine.tensor_parallel.sharding import global_grad_norm
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
 from common.testing.parity_cases import (
@@ -109,3 +110,34 @@ def test_layer_norm_does_not_overflow_in_half():
     with launched():
         output = ShardedLayerNorm(norm.weight, norm.bias, norm.eps, ParallelMode.DATA)(x)
     torch.testing.assert_close(output, norm(x.float()), rtol=0, atol=1e-3)
+
+
+def epsilons() -> set[float]:
+    with launched(**CASES["2d-4"][1]):
+        model = shard_model(build_tiny_model())
+        return {layer.eps for layer in model.modules() if isinstance(layer, ShardedLayerNorm)}
+
+
+def test_layer_norms_keep_their_epsilon():
+    """Beside activations of 1 the default, 1e-5, is within what parity_test allows."""
+    assert run_ranks(4, epsilons) == [{1e-6}] * 4
+
+
+class Product(ShardedLinear):
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_in_autocasts_dtype(dtype):
+    layer = Product(nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.zeros(3)))
+    with torch.autocast("cpu", dtype):
+        assert layer(torch.ones(2, 4)).dtype == dtype
+    assert layer(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_the_norm_of_gradients_in_half_precision_may_exceed_its_range():
+    """float16 ends at 65,504."""
+    parameter = nn.Parameter(torch.zeros(100, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 20_000)
+    assert global_grad_norm([parameter]).item() == pytest.approx(200_000)

@@ -1,5 +1,7 @@
 """Models of timm's: in several processes, in the tools, and what is refused."""
 
+import json
+
 import pytest
 import timm
 import torch
@@ -125,6 +127,8 @@ def test_tools_take_it(model, data, tmp_path, capsys):
     run = open_run(str(output))
     for target in export.FORMATS:
         assert export.export(run, target, tmp_path / target) < 1e-5
+    exported = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
+    assert exported["classifier"] == timm.get_pretrained_cfg(model["timm"]).classifier
     evaluate.main([str(output)])
     assert f"MODEL.timm: {model['timm']}, image_size=" in capsys.readouterr().out
     head = train(data, tmp_path / "head", f"MODEL={model}", f"INIT={output}", "FREEZE=body")

@@ -8,7 +8,7 @@ import io
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,8 +154,7 @@ class Scripts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # One for each start of two processes, which could not tell a late one's from the next.
-        self.ports = iter([free_port() for row in ROWS for _ in range(2) if row.ranks == 2])
+        self.ports: Iterator[int] = iter(())  # of the starts of two processes
         self.started: dict[tuple[Any, ...], Started] = {}
         (folder / "tiny.py").write_text(CONFIG)
         self.roots = {"imagenet": prepare_data(folder)}
@@ -694,6 +693,9 @@ def test_the_other_scripts_read_the_same_keys(task, scripts):
 @pytest.fixture(scope="module")
 def of_two(scripts: Scripts) -> dict[str, tuple[Any, Any]]:
     """What the first of two processes sees in each row."""
+    # One for each start, which could not tell a process that is late from one of the next start. As
+    # late as possible: another program may take them.
+    scripts.ports = iter([free_port() for _ in range(2 * len(OF_TWO))])
     first, _ = run_ranks(2, lambda: [look(scripts, row) for row in OF_TWO])
     return {row.key: seen for row, seen in zip(OF_TWO, first, strict=True)}
 

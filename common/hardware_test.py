@@ -96,7 +96,9 @@ def test_ranks_divide_what_they_have_in_common(processes, expected):
 
 def test_a_result_names_its_commit_and_memory_is_in_bytes(monkeypatch, tmp_path):
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-    assert head.startswith(describe_run([])["commit"][:12])
+    for another_owner in ("0", "1"):
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", another_owner)
+        assert head.startswith(describe_run([])["commit"][:12])
     resident = psutil.Process().memory_info().rss
     assert resident <= hardware.peak_memory() < psutil.virtual_memory().total
 

@@ -44,12 +44,13 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
+    # safe.directory: in a container the clone is often another user's.
     # --exclude: the hash alone, not the number of commits since a tag.
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with suppress(FileNotFoundError):  # git may not be installed
-        answer = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+    root = Path(__file__).resolve().parents[1]
+    command = ["git", "-c", f"safe.directory={root}", "describe", "--always", "--dirty"]
+    command += ["--abbrev=12", "--exclude=*"]
+    with suppress(OSError):  # git may not be installed, or a folder of PATH not be readable
+        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
         return answer.stdout.strip() or None
     return None
 

@@ -34,9 +34,10 @@ fi
 python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
 ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)) || unset HOST # which sbatch inherits: tcsh exports the login node's
-host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n 1p)}
+# A container lacks scontrol: each task then takes the first node of its step's list.
+host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" 2>/dev/null | sed -n 1p)} || host=
 port=${PORT:-$((20000 + SLURM_JOB_ID * 8 % 12000 + ${SLURM_STEP_ID:-0} % 8))}
-set -- "$python" "$1" --host="$host" --port="$port" "${@:2}" # the user's own --host is the last, which counts
+set -- "$python" "$1" ${host:+--host="$host"} --port="$port" "${@:2}" # the user's own --host is the last, which counts
 
 # Job steps are numbered from 0; the shell of sbatch or salloc has no number or a reserved one.
 if ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)); then

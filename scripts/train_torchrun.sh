@@ -23,9 +23,8 @@ python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
 processes=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
 if [ "$processes" = auto ]; then
-    processes=1
-    ! nvidia-smi --list-gpus >/dev/null 2>&1 ||
-        ! "$python" -c 'import torch; exit(not torch.cuda.is_available())' || processes=gpu
+    processes=1 # nvidia-smi is not asked: a container with GPUs may lack it
+    ! "$python" -c 'import torch; exit(not torch.cuda.is_available())' || processes=gpu
 fi
 
 nodes=${NNODES:-${PET_NNODES:-}} rank=${NODE_RANK:-${PET_NODE_RANK:-}} why=

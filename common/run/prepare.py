@@ -1,6 +1,7 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -227,7 +228,7 @@ def _count_classes(config: Mapping[str, Any], data: DataSummary) -> int:
 def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
     """Return the folder of the run."""
     name = args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem
-    return Path(name).expanduser().resolve()
+    return Path(os.path.expanduser(name)).resolve()  # pathlib's fails for a user without a home
 
 
 def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -> None:

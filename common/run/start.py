@@ -353,7 +353,7 @@ def _announce(name: str, prepared: Prepared, reading: str, instead: str, sides: 
             print_wrapped(warning, is_warning=True)
     root = config["DATA"]["root"]
     ignored = os.environ.get("DATA")
-    is_ignored = ignored and Path(ignored).expanduser().resolve() != Path(root)
+    is_ignored = ignored and Path(os.path.expanduser(ignored)).resolve() != Path(root)
     schedule = f"{plan.warmup_steps:,} steps of warm-up, then {config['LR_SCHEDULE']}"
     lines = [
         instead,

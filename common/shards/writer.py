@@ -84,7 +84,14 @@ def parallel_map(
         return
     # Spawned: a fork would copy the locks of the progress bar's thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+    try:
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    except OSError as error:  # of semaphores
+        raise UserError(
+            f"--workers={workers}: worker processes need to write to /dev/shm "
+            f"({error.strerror}): add --workers 1, or give the container one"
+        ) from error
+    with pool:
         try:
             # Workers inherit the mask: Ctrl-C while they import would print a traceback.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

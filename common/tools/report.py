@@ -19,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,17 +31,22 @@ from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_ab
 from common.checkpoint.save import find_best
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
-from common.files import plain_cell, replacing, short_path
+from common.files import fingerprint_of, plain_cell, replacing, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.metrics.plot import build_figure
 from common.process import ends_cleanly
-from common.text import counted
+from common.text import counted, list_some, printable
 
 ABSENT = "-"
+LONG_LIST = 20  # most items of a list that is shown whole
 # Of config.json; shown elsewhere.
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started", "starts"}
+
+
+# What a curve is drawn over, by the argument --x, and its title.
+AXES = {"step": "optimizer step", "epoch": "epoch", "images": "training images", "time": "hours"}
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,33 @@ class RecordedRun:
     @property
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
-        times = [line["time"] for line in self.metrics if "time" in line]
-        # a run that was stopped counts from each start to the last record before the next
+        return self.elapsed[-1] if self.metrics else 0.0
+
+    @property
+    def elapsed(self) -> list[float]:
+        """The wall time up to each record, in seconds, without the pauses before a start."""
         starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         total = 0.0
-        for start, end in itertools.pairwise([*starts, math.inf]):
+        before = math.inf  # no start, no time
+        elapsed = []
+        for line in self.metrics:
+            now = line.get("time", -math.inf)
             # A start that wrote no record counts no time.
-            last = max((when for when in times if start <= when < end), default=start)
-            total += last - start
-        return total
+            while starts and starts[0] <= now:
+                before = starts.pop(0)
+            total += max(0.0, now - before)
+            before = max(before, now)
+            elapsed.append(total)
+        return elapsed
+
+    def positions(self, axis: str) -> list[float | None]:
+        """Return where each record is on an axis of `AXES`, None where the run does not tell."""
+        if axis == "time":
+            return [seconds / 3600 for seconds in self.elapsed]
+        if axis == "images":
+            batch = self.about.get("plan", {}).get("total_batch")
+            return [batch and batch * line["step"] for line in self.metrics]
+        return [line.get(axis) for line in self.metrics]
 
     @property
     def final(self) -> Metrics | None:
@@ -116,6 +139,11 @@ def main(argv: list[str]) -> None:
         action="store_true",
         help="print a row of results.csv for each run, and write no page",
     )
+    parser.add_argument(
+        "--x",
+        choices=AXES,
+        help="what curves are drawn over (default: step, or epoch for runs of different batches)",
+    )
     args = parser.parse_args(argv)
     # a sweep's folder stands for its runs
     folders = [folder for named in args.runs for folder in find_runs(named)]
@@ -124,7 +152,7 @@ def main(argv: list[str]) -> None:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):  # of several sweeps
         names = map(str, folders)
-    runs = list(map(load_run, folders, names))
+    runs = load_readable(folders, names)
     if args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         for run in runs:
@@ -133,7 +161,7 @@ def main(argv: list[str]) -> None:
     # Of one run, its own folder.
     common_folder = os.path.commonpath([named.resolve() for named in args.runs])
     output = args.output or Path(common_folder, "report.html")
-    page = render(runs)
+    page = render(runs, args.x)
     with replacing(output) as partial:
         partial.write_text(page, encoding="utf-8")
     print(f"{short_path(output)}  ({counted(len(runs), 'run')})")
@@ -147,6 +175,25 @@ def find_runs(folder: Path) -> list[Path]:
     if not inside:
         print(f"skipped {short_path(folder)}: no run", file=sys.stderr)
     return inside
+
+
+def load_readable(folders: Iterable[Path], names: Iterable[str]) -> list[RecordedRun]:
+    """Return the runs that can be read; say which are skipped, and why.
+
+    Raises `UserError` if there is none.
+    """
+    runs = []
+    faults = []
+    for folder, name in zip(folders, names, strict=True):
+        try:
+            runs.append(load_run(folder, name))
+        except UserError as error:
+            faults.append(error)
+    if faults and not runs:
+        raise faults[0]
+    for fault in faults:
+        print(printable(f"skipped {fault}"), file=sys.stderr)
+    return runs
 
 
 def load_run(folder: Path, name: str) -> RecordedRun:
@@ -212,8 +259,8 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
     return f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, {instructions}"
 
 
-def render(runs: Sequence[RecordedRun]) -> str:
-    """Return the page."""
+def render(runs: Sequence[RecordedRun], axis: str | None = None) -> str:
+    """Return the page; ``axis``, of `AXES`, is chosen if it is None."""
     configs = _align([run.about["config"] for run in runs])
     if len(runs) > 1:  # what they share would hide what differs
         configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
@@ -234,7 +281,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
             keys=configs,
             environment=environment,
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
-            charts=collect_charts(runs),
+            charts=collect_charts(runs, axis or choose_axis(runs)),
             colors=color_runs(len(runs)),
         )
     )
@@ -269,16 +316,31 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
 
 
 def _align(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the cells of a table with a column for each nested dict, by ``outer.inner`` key."""
+    """Return the cells of a table with a column for each nested dict, by ``outer.inner`` key.
+
+    Of a long list, such as the names of 1,000 classes, a cell has the first and a fingerprint.
+    """
     flat = [flatten(column) for column in columns]
     table = {}
     for key in itertools.chain.from_iterable(flat):
-        table[key] = [str(column.get(key, ABSENT)) for column in flat]
+        table[key] = [_show(column.get(key, ABSENT)) for column in flat]
     return table
 
 
-def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
-    """Return the title and the picture of every metric that the runs have."""
+def _show(value: Any) -> str:
+    if isinstance(value, Sequence) and len(value) > LONG_LIST and not isinstance(value, str):
+        return f"{list_some([*map(str, value)])} (fingerprint {fingerprint_of(value)[:8]})"
+    return str(value)
+
+
+def choose_axis(runs: Sequence[RecordedRun]) -> str:
+    """Return "epoch" for runs of different batches, which steps do not compare; else "step"."""
+    batches = {run.about.get("plan", {}).get("total_batch") for run in runs}
+    return "step" if len(batches) == 1 else "epoch"
+
+
+def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str]]:
+    """Return the title and the picture over ``axis`` of every metric that the runs have."""
     losses = " or ".join(dict.fromkeys(name_loss(run.about.get("config", {})) for run in runs))
     names = dict.fromkeys(CHARTS)
     for run in runs:
@@ -291,7 +353,9 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
         # A metric that nobody named: one of a user's hook.
         chart = CHARTS.get(name, Chart(name))
         figure, axes = build_figure(4.8, 2.6)
-        kinds = _plot(axes, runs, name, chart.scale)
+        kinds = _plot(axes, runs, name, chart.scale, axis)
+        axes.set_xlabel(AXES[axis], color="0.5")
+        axes.locator_params("x", nbins=5)  # "100000" and its like would touch
         if not kinds:
             continue
         # It spans powers of ten, and is read against the batch.
@@ -319,20 +383,24 @@ def color_runs(count: int) -> list[str]:
     return [colors.to_hex(palette(number)) for number in range(count)]
 
 
-def _plot(axes: Any, runs: Sequence[RecordedRun], name: str, scale: float) -> set[str]:
+def _plot(axes: Any, runs: Sequence[RecordedRun], name: str, scale: float, axis: str) -> set[str]:
     """Plot a metric of all runs; return the kinds of records that have a value of it."""
     kinds = set()
     for color, run in zip(color_runs(len(runs)), runs, strict=True):
+        records = list(zip(run.positions(axis), run.metrics, strict=True))
         for kind in ("train", "eval"):
-            measured = [record for record in run.of_kind(kind) if record.get(name) is not None]
+            measured = [
+                (position, scale * record[name])
+                for position, record in records
+                if record["kind"] == kind and None not in (position, record.get(name))
+            ]
             if not measured:
                 continue
             kinds.add(kind)
-            steps = [record["step"] for record in measured]
-            values = [scale * record[name] for record in measured]
             # a line of one record would not be seen without a dot
             is_plain = kind == "train" and len(measured) > 1
-            axes.plot(steps, values, "-" if is_plain else ".--", color=color, linewidth=1.2)
+            style = "-" if is_plain else ".--"
+            axes.plot(*zip(*measured, strict=True), style, color=color, linewidth=1.2)
     return kinds
 
 
@@ -341,7 +409,6 @@ def _encode(figure: Any) -> str:
     from matplotlib import rc_context
 
     (axes,) = figure.axes
-    axes.set_xlabel("optimizer step", color="0.5")
     # grey is seen on light and on dark pages
     axes.spines[:].set_color("0.5")
     axes.tick_params(colors="0.5")

@@ -1,3 +1,4 @@
+import base64
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 
 from common.errors import UserError
 from common.tools import report
+from common.tools import sweep as sweep_tool
 
 EVIL = "a<script>alert(1)</script>&@charts@"
 CPU = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
@@ -53,6 +55,13 @@ def make(*folders) -> str:
 def titles_of(page: str) -> list[str]:
     """Return the titles of the curves, each of which has a picture."""
     return re.findall('<figure><h3>(.*?)</h3><img src="data:image/svg', page)
+
+
+def drawn_over(page: str) -> set[str]:
+    """Return the texts of the x axes in the pictures."""
+    pictures = [base64.b64decode(code).decode() for code in re.findall('base64,([^"]+)', page)]
+    texts = {text for picture in pictures for text in re.findall(">([^<>]+)</text>", picture)}
+    return texts & {*report.AXES.values()}
 
 
 @pytest.fixture
@@ -174,6 +183,65 @@ def test_runs_of_a_sweep_are_compared_and_what_is_no_run_is_skipped(tmp_path, ca
     assert f"{sweep}/B=64,R=1 10.00%" in words_of(output.read_text())
     with pytest.raises(UserError, match="empty holds no run: name the folder of"):
         report.main([str(tmp_path / "empty")])
+
+
+def test_runs_of_different_batches_are_drawn_over_epochs(tmp_path, capsys):
+    plans = [{"last_step": 40, "total_batch": batch} for batch in (64, 64, 512)]
+    folders = [
+        write_run(tmp_path / str(number), [train(10, loss=1.0), train(40, loss=0.5)], plan=plan)
+        for number, plan in enumerate(plans)
+    ]
+    assert drawn_over(make(*folders[:2])) == {"optimizer step"}
+    assert drawn_over(make(*folders)) == {"epoch"}
+    output = tmp_path / "page.html"
+    for axis, title in report.AXES.items():
+        report.main([*map(str, folders), "--x", axis, "--output", str(output)])
+        assert drawn_over(output.read_text()) == {title}
+
+
+def test_positions_of_records(tmp_path):
+    # stopped at 3,600 s; again from 10,000 s on, without a record, and from 20,000 s on
+    starts = [{"started": when} for when in (0.0, 10000.0, 20000.0)]
+    records = [train(step, loss=1.0) | {"time": when} for step, when in ((5, 1800), (10, 3600))]
+    records.append(train(20, loss=1.0) | {"time": 21800.0})
+    about = {"plan": {"last_step": 20, "total_batch": 32}, "starts": starts}
+    run = report.load_run(write_run(tmp_path / "run", records, **about), "run")
+    assert run.positions("step") == [5, 10, 20]
+    assert run.positions("epoch") == [0.5, 1.0, 2.0]
+    assert run.positions("images") == [160, 320, 640]
+    assert run.positions("time") == [0.5, 1.0, 1.5]
+
+
+def test_of_a_long_list_the_page_has_the_first_and_whether_they_differ(tmp_path):
+    names = [f"n{number:08d}" for number in range(1000)]
+    folders = []
+    for number in range(2):
+        weights = [1.0] * 1000
+        weights[700] += number
+        data = {"class_names": names, "num_classes": 1000}
+        folder = tmp_path / str(number)
+        folders.append(write_run(folder, [], {"CLASS_WEIGHTS": weights, "A": [1, 2]}, data=data))
+    page = words_of(make(*folders))
+    assert page.count("n00000") == 5  # those of both runs are the same, and shown once
+    assert "n00000004 and 995 more" in page
+    shown = re.findall(r"1\.0, 1\.0 and 995 more \(fingerprint (\w+)\)", page)
+    assert len(shown) == len(set(shown)) == 2
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
+def test_a_run_that_cannot_be_read_is_skipped(tmp_path, file, capsys):
+    sweep = tmp_path / "sweep"
+    for name in ("A=1", "A=2", "A=3"):
+        write_run(sweep / name, [evaluation(4, 0.5)])
+    (sweep / "A=2" / file).write_text("{}\n")
+    report.main([str(sweep)])
+    said = capsys.readouterr()
+    assert said.out.endswith("report.html  (2 runs)\n")
+    assert re.fullmatch(rf"skipped {sweep}/A=2/{file}.*: Field required\n", said.err)
+    sweep_tool.main(["--output", str(sweep)])
+    assert "skipped" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"^{sweep}/A=2/{file}.*: Field required"):
+        report.main([str(sweep / "A=2")])
 
 
 def test_names_are_text(tmp_path):

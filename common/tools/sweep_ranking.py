@@ -13,7 +13,7 @@ import numpy as np
 from common.metrics.evaluation import Best, rank_repetitions
 from common.metrics.metrics_file import CHARTS
 from common.text import format_table, print_wrapped
-from common.tools.report import ABSENT, RecordedRun, find_runs, load_run
+from common.tools.report import ABSENT, RecordedRun, find_runs, load_readable
 from common.tools.sweep_grid import SEED, parse_name, parse_number
 
 WIDTH = 80  # most columns of a table
@@ -26,7 +26,8 @@ COSTS = (
 
 def load_runs(output: Path) -> list[RecordedRun]:
     """Return the runs in a sweep's folder, in the order of their starts."""
-    runs = [load_run(folder, folder.name) for folder in find_runs(output)]
+    folders = find_runs(output)
+    runs = load_readable(folders, [folder.name for folder in folders])
     return sorted(runs, key=lambda run: run.about["starts"][0]["started"])
 
 

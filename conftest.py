@@ -17,6 +17,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 # Cases of eight processes run in CI only, but for the equality with one process.
 EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
+EQUALITY = ("parity_test.py", "upstream_layers_test.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,5 +32,5 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         case = item.name.partition("[")[2]
-        if item.path.name != "parity_test.py" and any(name in case for name in EIGHT_PROCESSES):
+        if item.path.name not in EQUALITY and any(name in case for name in EIGHT_PROCESSES):
             item.add_marker("slow")

@@ -321,12 +321,16 @@ def compare_mode(case: str) -> dict[str, dict[str, float]]:
 
 
 @functools.cache
-def on_ranks(case: str) -> list[dict[str, dict[str, float]]]:
-    return run_ranks(MODES[case][0], compare_mode, case)
+def on_ranks(case: str) -> list[dict[str, dict[str, float]]] | Exception:
+    try:
+        return run_ranks(MODES[case][0], compare_mode, case)
+    except (RuntimeError, TimeoutError) as error:
+        # Cached: each row would wait again for ranks that hang.
+        return error
 
 
 ROWS = [
-    (slow if MODES[case][0] == 8 else pytest.param)(case, name, id=f"{case} {name}")
+    (slow if case == "2.5d-8" else pytest.param)(case, name, id=f"{case} {name}")
     for case in MODES
     for name in rows_of(case)
 ]
@@ -334,7 +338,10 @@ ROWS = [
 
 @pytest.mark.parametrize(("case", "name"), ROWS)
 def test_a_layer_computes_what_one_process_does(case, name):
-    for rank, found in enumerate(on_ranks(case)):
+    ranks = on_ranks(case)
+    if isinstance(ranks, Exception):
+        raise ranks
+    for rank, found in enumerate(ranks):
         wrong = {what: error for what, error in found[name].items() if not error < 1e-5}
         assert not wrong, f"rank {rank}: {wrong}"
 

@@ -111,7 +111,7 @@ class Started:
     @property
     def rates(self) -> list[float]:
         """The learning rate of every step of the schedule, to six places."""
-        schedule = self.engine.lr_scheduler.schedule
+        schedule = self.engine.lr_scheduler.lr_schedule
         factors = [schedule.lr_lambdas[0](step) for step in range(3 * self.epochs)]
         return [round(max(schedule.base_lrs) * factor, 6) for factor in factors]
 

@@ -202,6 +202,9 @@ def test_no_column_of_splits_and_labels_of_words_are_taken_as_asked(table, capsy
     assert listing.class_names == ["tank", "tank, old", "train"]
     assert {*by_split} == {""}
     assert "not used: fold; 4 rows;" in capsys.readouterr().out
+    table.write_text("name,label\n1,tank\n2,train\n3,train\n4,train\n")
+    listing, _ = list_table(table.parent / "images", LabelTable(table), None)
+    assert listing.class_names == ["tank", "train"]
 
 
 def test_a_column_has_the_splits(table):

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import UserError
 from common.files import ROOT
+from common.shards import writer
 from common.testing.commands import run_forked
-from imagenet_dali import writer
 from imagenet_dali.testing import prepare_data, train
 
 # Says that torch finds a GPU, and prints what it is started with.

@@ -34,6 +34,7 @@ class OperationTables:
     fill: int  # the value of what lies outside
 
 
+@dataclass(eq=False)
 class Policy:
     """Augment by operations of torchvision's ``transform``.
 
@@ -43,19 +44,13 @@ class Policy:
     the value ``fill``.
     """
 
-    def __init__(
-        self,
-        transform: v2.AutoAugment | v2.RandAugment,
-        levels: Sequence[tuple[str, int | None]],
-        bins: int,
-        uniforms: int,
-        fill: int,
-    ) -> None:
-        self.transform = transform
-        self.levels = levels  # of each operation that may be drawn, one of ``bins``
-        self.bins = bins
-        self.uniforms = uniforms
-        self.fill = fill
+    transform: v2.AutoAugment | v2.RandAugment
+    levels: Sequence[tuple[str, int | None]]  # of each operation that may be drawn, one of ``bins``
+    bins: int
+    uniforms: int
+    fill: int
+
+    def __post_init__(self) -> None:
         # The tables are built once for each size of images.
         self._operations = cache(self._build_operations)
         self._tables = cache(self._build_tables)

@@ -3,6 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from common.files import fingerprint_of, read_bytes
 Record = tuple[bytes | memoryview, int] | UserError
 
 
+@dataclass(eq=False)
 class ImageSplit(ABC):
     """The labelled images of one split of a data set, numbered from 0.
 
@@ -27,25 +29,17 @@ class ImageSplit(ABC):
     it may then be read in blocks (DATA.order="blocks").
 
     Threads call the methods concurrently, and worker processes are forked with a copy of the split.
-
-    Attributes:
-        class_names: one name for each label, in the order of the labels.
-        labels: int [N], each image's label, from 0.
-        origin: where the images come from, in words for the user: "val/".
-        held_out: "0.2 by file name" if the validation images of the data set are such a share of
-            its training images, else "".
     """
+
+    class_names: Sequence[str]  # one for each label, in the order of the labels
+    labels: np.ndarray  # int [N], each image's, from 0
+    origin: str = ""  # where the images come from, in words for the user: "val/"
+    # "0.2 by file name" if the validation images of the data set are such a share of its training
+    # images.
+    held_out: str = ""
 
     # Whether all images are RGB JPEGs, shown as stored whatever their EXIF orientation says.
     is_prepared = False
-
-    def __init__(
-        self, class_names: Sequence[str], labels: np.ndarray, origin: str = "", held_out: str = ""
-    ) -> None:
-        self.class_names = class_names
-        self.labels = labels
-        self.origin = origin
-        self.held_out = held_out
 
     def __len__(self) -> int:
         return len(self.labels)

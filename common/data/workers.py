@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
@@ -96,6 +97,7 @@ def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:
     return pending.draw, [future.result()[number] for future, number in pending.readings]
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Apply ``function`` in ``workers`` forked processes, or in this one if 0.
 
@@ -103,10 +105,9 @@ class WorkerPool:
     worker dies.
     """
 
-    def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
-        self.function = function
-        self.workers = workers
-        self._pool: ProcessPoolExecutor | None = None
+    function: Callable[[Any], Any]
+    workers: int
+    _pool: ProcessPoolExecutor | None = None
 
     def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Yield the result of each task, in order, once the workers are there."""

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
 
 
+@dataclass(eq=False)
 class CheckpointHook(BaseHook):
     """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), and at the end.
 
@@ -59,44 +61,33 @@ class CheckpointHook(BaseHook):
     A signal that any rank has received ends the training of all ranks after the same step. The
     ranks exchange signals, and saves that are due by minutes, after every step without waiting, and
     act on them a step later.
-
-    Args:
-        about: the run record, the content of config.json.
-        start_from: the checkpoint to resume from.
-        averages: those of `EmaHook`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        metrics: MetricsHook,
-        *,
-        about: Mapping[str, Any],
-        every: int | str,
-        keep: int,
-        start_from: Path | None,
-        averages: Mapping[str, Tensor] | None,
-    ):
+    folder: Path
+    model: nn.Module
+    optimizer: Optimizer
+    metrics: MetricsHook
+    _: KW_ONLY
+    about: Mapping[str, Any]  # the run record, the content of config.json
+    every: int | str
+    keep: int
+    start_from: Path | None  # the checkpoint to resume from
+    averages: Mapping[str, Tensor] | None  # those of `EmaHook`
+
+    def __post_init__(self):
         super().__init__(priority=10)  # after the step's metrics are written
-        self.folder = folder
-        self.model = model
-        self.optimizer = optimizer
-        self.metrics = metrics
-        self.averages = averages
-        self.about = about
-        self.keep = keep
-        self.start_from = start_from
         # If these are equal, a rank does the same work and draws the same random numbers as before.
-        self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
+        self.ranks = {
+            "gpus": self.about["plan"]["gpus"],
+            "parallel": self.about["config"]["parallel"],
+        }
         self.every_steps = math.inf
         self.every_seconds = math.inf
-        if isinstance(every, int):
-            self.every_steps = every
+        if isinstance(self.every, int):
+            self.every_steps = self.every
         else:
             # "10 min": the schema has checked the text.
-            self.every_seconds = 60 * float(every.partition("min")[0])
+            self.every_seconds = 60 * float(self.every.partition("min")[0])
         self.best = Best()
         self.stale = 0  # evaluations since the best
         self.is_defined = True  # whether the last evaluation could be the best

@@ -86,7 +86,7 @@ class Start(ExtensibleRecord):
     gpus: Count = 0
     dtype: str = ""
     origin: str | None = Field(None, alias="from")
-    changed: dict[str, tuple[Any, Any]] = Field({}, strict=False)  # JSON has lists for tuples
+    changed: dict[str, tuple[Any, Any]] = {}
 
 
 class ConfigFile(ExtensibleRecord):

@@ -42,16 +42,13 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "launch", "needed only without a launcher; otherwise must match its environment"
     )
-    group.add_argument("--rank", type=integer, help="rank over all nodes")
-    group.add_argument(
-        "--local_rank", "--local-rank", type=integer, help="rank on this node; selects the GPU"
-    )
-    group.add_argument("--world_size", "--world-size", type=integer, help="number of processes")
-    group.add_argument("--host", help="host of rank 0")
-    group.add_argument("--port", type=integer, help="a free port on that host")
-    group.add_argument(
-        "--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without"
-    )
+    add = group.add_argument
+    add("--rank", type=integer, help="rank over all nodes")
+    add("--local_rank", "--local-rank", type=integer, help="rank on this node; selects the GPU")
+    add("--world_size", "--world-size", type=integer, help="number of processes")
+    add("--host", help="host of rank 0")
+    add("--port", type=integer, help="a free port on that host")
+    add("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
 
 
 def integer(text: str) -> int | None:
@@ -70,7 +67,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     # A shell passes a variable that is not set on as an empty one.
     environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
-    values: dict[str, Any] = dict(zip(FLAGS, (0, 0, 1, LOOPBACK, 0), strict=True))
+    values: dict[str, Any] = dict(rank=0, local_rank=0, world_size=1, host=LOOPBACK, port=0)
     if launcher in LAUNCHERS:
         values = _from_environment(launcher, args, environ)
     elif launcher == "args":

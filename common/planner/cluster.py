@@ -75,21 +75,24 @@ def sent_share(name: str, size: int) -> float:
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
     group = parser.add_argument_group("prediction", "with --dry-run; defaults: DGX H100 nodes")
-    group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
-    group.add_argument("--gpus-per-node", type=at_least_1, default=8, help="default: 8")
-    links = (
-        "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link "
-        "per GPU)"
+    add = group.add_argument
+    add("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
+    add("--gpus-per-node", type=at_least_1, default=8, help="default: 8")
+    add(
+        "--links",
+        type=_positive,
+        nargs=2,
+        default=(450, 50),
+        metavar="GB/S",
+        help="bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s "
+        "link per GPU)",
     )
-    group.add_argument(
-        "--links", type=_positive, nargs=2, default=(450, 50), metavar="GB/S", help=links
-    )
-    group.add_argument(
+    add(
         "--images-per-s",
         type=_positive,
         help="measured training rate of one GPU with the whole model",
     )
-    group.add_argument(
+    add(
         "--decode-images-per-s",
         type=_positive,
         help="images/s the host decodes per GPU (default: by the loader)",

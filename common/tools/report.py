@@ -105,7 +105,7 @@ class RecordedRun:
     @property
     def metric(self) -> str:
         """The metric of the best evaluation, the config's BEST."""
-        return self.about.get("config", {}).get("BEST", "top1")
+        return self.about["config"].get("BEST", "top1")
 
     @property
     def best(self) -> Metrics:
@@ -128,18 +128,17 @@ class RecordedRun:
 @ends_cleanly
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep")
+    add(
         "--output", type=Path, metavar="FILE", help="default: report.html in the folder of all runs"
     )
-    parser.add_argument(
+    add(
         "--csv",
         action="store_true",
         help="print a row of results.csv for each run, and write no page",
     )
-    parser.add_argument(
+    add(
         "--x",
         choices=AXES,
         help="what curves are drawn over (default: step, or epoch for runs of different batches)",
@@ -341,7 +340,7 @@ def choose_axis(runs: Sequence[RecordedRun]) -> str:
 
 def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str]]:
     """Return the title and the picture over ``axis`` of every metric that the runs have."""
-    losses = " or ".join(dict.fromkeys(name_loss(run.about.get("config", {})) for run in runs))
+    losses = " or ".join(dict.fromkeys(name_loss(run.about["config"]) for run in runs))
     names = dict.fromkeys(CHARTS)
     for run in runs:
         for record in run.metrics:

@@ -214,10 +214,11 @@ def _estimate(
         "gradient_accumulation": min(accumulation, 3),
     }
     with fake_launch(launched, processes), _choosing_as_on(device):
+        estimate = partial(_estimate_depth, config, micro_batch, accumulation, image_size)
         if depth <= shallow + 1:
-            return _estimate_depth(config, depth, micro_batch, accumulation, image_size)
-        first = _estimate_depth(config, shallow, micro_batch, accumulation, image_size)
-        second = _estimate_depth(config, shallow + 1, micro_batch, accumulation, image_size)
+            return estimate(depth)
+        first = estimate(shallow)
+        second = estimate(shallow + 1)
     return _extend(first, second, depth - shallow)
 
 
@@ -241,7 +242,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 
 
 def _estimate_depth(
-    config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int, image_size: int
+    config: Mapping[str, Any], micro_batch: int, accumulation: int, image_size: int, depth: int
 ) -> StepEstimate:
     """Estimate a step of the model with ``depth`` blocks, 0 for those that it has."""
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))

@@ -610,8 +610,8 @@ def keys_as_markdown() -> str:
     return "\n".join(rows)
 
 
-def describe_keys(name: str = "", width: int = 80) -> str:
-    """Return a paragraph on the key ``name`` and each inside it, or on all keys, wrapped."""
+def describe_keys(name: str, width: int) -> str:
+    """Return a paragraph on the key ``name`` and each inside it, or without it on all, wrapped."""
     if name:
         find_key(name)
     lines = [

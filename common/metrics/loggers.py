@@ -164,7 +164,7 @@ class WeightsAndBiases:
             id=read_text(id_file) if id_file.exists() else None,
             resume="allow" if mode == "online" else None,
             dir=str(folder),
-            config=json.loads((folder / "config.json").read_text())["config"],
+            config=read_config(folder),
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )

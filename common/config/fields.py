@@ -35,9 +35,11 @@ NonNegative = Annotated[Number, Ge(0)]
 BelowOne = Annotated[NonNegative, Lt(1)]
 UpToOne = Annotated[NonNegative, Le(1)]
 Natural = Annotated[int, Ge(1)]
-# Or a list of as many numbers.
-Pair = Annotated[tuple[Number, Number], Field(strict=False)]
-Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
+T = TypeVar("T")
+# A tuple of the type, or a list of as many values; or the other way around.
+AnySequence = Annotated[T, Field(strict=False)]
+Pair = AnySequence[tuple[Number, Number]]
+Triple = AnySequence[tuple[Number, Number, Number]]
 
 
 # Declares a key. To a type checker, `Field` in its place would have no default.

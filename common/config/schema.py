@@ -9,11 +9,12 @@ import textwrap
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Le, Predicate
-from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
+from pydantic import BeforeValidator, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 
 from common.config.fields import (
     OF_CHOICE,
+    AnySequence,
     BelowOne,
     Natural,
     NonNegative,
@@ -37,7 +38,7 @@ from common.optim.schedules import SCHEDULES
 from common.text import did_you_mean
 
 Magnitude = Annotated[NonNegative, Le(10)]
-TorchvisionRandAugment = Annotated[tuple[Natural, Magnitude], Field(strict=False)]
+TorchvisionRandAugment = AnySequence[tuple[Natural, Magnitude]]
 TimmRandAugment = Annotated[
     str,
     Predicate(
@@ -131,12 +132,10 @@ class Data(Section):
     """then divided by"""
 
 
-Betas = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
+Betas = AnySequence[tuple[BelowOne, BelowOne]]
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, Predicate(lambda value: value >= 0)]
-Limits = Annotated[
-    tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])
-]
+Limits = Annotated[AnySequence[tuple[Limit, Limit]], Predicate(lambda pair: pair[0] <= pair[1])]
 TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
 
 
@@ -210,7 +209,7 @@ class Log(Section):
     several micro-batches or data-parallel GPUs, but not with 2d, 2.5d and 3d, where it costs
     communication"""
 
-    trackers: Annotated[list[str], Field(strict=False)] = key([])
+    trackers: AnySequence[list[str]] = key([])
     """`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless
     `WANDB_PROJECT` is set"""
 
@@ -310,8 +309,8 @@ class Zero(Section):
     """1: shard the optimizer's state; 3: parameters and gradients too"""
 
 
-EpochsAndPixels = Annotated[tuple[Natural, Size], Field(strict=False)]
-EpochsPixelsAndBatch = Annotated[tuple[Natural, Size, Natural], Field(strict=False)]
+EpochsAndPixels = AnySequence[tuple[Natural, Size]]
+EpochsPixelsAndBatch = AnySequence[tuple[Natural, Size, Natural]]
 # One digit has to be other than 0: "0 min" would save after every step.
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[

@@ -84,7 +84,13 @@ def list_containers(root: Path, containers: list[str], split: str | None) -> Ima
             )
     # WebDataset has numbers only: the numbers are then the names.
     if class_names is None:
-        class_names = _number_classes(root, {label for _, label in next(iter(splits.values()))})
+        labels = {label for _, label in next(iter(splits.values()))}
+        if labels != {*range(len(labels))}:
+            raise UserError(
+                f"{root}: labels {min(labels)} to {max(labels)} with gaps; name all in "
+                f"{root / LABELS}"
+            )
+        class_names = [*map(str, range(len(labels)))]
     positions = {}
     for container, listing in listings.items():
         for name, label, position in listing:
@@ -165,15 +171,6 @@ def _with_unique_names(
             for number, image in enumerate(listing)
         ]
     return unique
-
-
-def _number_classes(root: Path, labels: set[int]) -> list[str]:
-    """Return the class numbers as names; raise `UserError` if some have no image."""
-    if labels != set(range(len(labels))):
-        raise UserError(
-            f"{root}: labels {min(labels)} to {max(labels)} with gaps; name all in {root / LABELS}"
-        )
-    return [str(label) for label in range(len(labels))]
 
 
 def tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:

@@ -1,5 +1,6 @@
 """What a run does in place of training, with ``--find-lr``, ``--find-batch`` or ``--profile``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,21 @@ from common.engine.upstream import BaseHook
 from common.metrics.loggers import ProgressBar
 
 
+@dataclass(eq=False)
 class Measurement(BaseHook):
     """Take ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
 
     writes = ""
 
-    def __init__(self, folder: Path, total_steps: int, is_main: bool):
+    folder: Path
+    total_steps: int
+    is_main: bool
+
+    def __post_init__(self):
         super().__init__(priority=0)
-        self.folder = folder
-        self.total_steps = total_steps
-        self.is_main = is_main
         self.announcement = (
-            f"{total_steps} steps instead of training; nothing is saved but {self.writes} in "
-            f"{folder}"
+            f"{self.total_steps} steps instead of training; nothing is saved but {self.writes} in "
+            f"{self.folder}"
         )
 
     def before_train(self, trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """What is opened and read in blocks, and that a run in this order resumes exactly."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ from common.errors import UserError
 from common.run.prepare import Prepared
 from common.run.start import choose_order
 from common.shards import dataset
-from common.shards.dataset import TFRecordSplit, open_split
+from common.shards.dataset import open_split
 from imagenet_dali.task import describe_data
 from imagenet_dali.testing import train
 
@@ -41,7 +42,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     split = open_split(prepared, "train")
     rows = split.records.copy()
     rows["label"].sort()
-    by_class = TFRecordSplit("train", split.shards, rows, split.class_names, split.fingerprint)
+    by_class = replace(split, labels=rows["label"], records=rows)
     assert (split.is_shuffled, by_class.is_shuffled) == (True, False)
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
     monkeypatch.setattr("common.run.start.memory_bytes", lambda: 1)

@@ -7,6 +7,7 @@ manifest.json                    checksums of shards and tables; written last
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,33 +80,22 @@ class Manifest(Schema):
         return fingerprint_of(splits)
 
 
+@dataclass(eq=False)
 class TFRecordSplit(ImageSplit):
-    """One split of a prepared data set, as `open_split` returns it.
+    """One split of a prepared data set, as `open_split` returns it."""
 
-    ``records`` are rows of `RECORD`, memory-mapped; ``fingerprint`` is of the whole data set.
-    """
+    _: KW_ONLY
+    name: str
+    shards: Sequence[Path]
+    records: np.ndarray  # rows of `RECORD`, memory-mapped
+    manifest: Manifest
 
     is_prepared = True  # for adopted shards too: no decoder here turns a record as its EXIF says
-
-    def __init__(
-        self,
-        name: str,
-        shards: Sequence[Path],
-        records: np.ndarray,
-        class_names: Sequence[str],
-        fingerprint: str,
-        held_out: str = "",
-    ) -> None:
-        super().__init__(class_names, records["label"], f"the prepared {name} split", held_out)
-        self.name = name
-        self.shards = shards
-        self.records = records
-        self._fingerprint = fingerprint
 
     @property
     def fingerprint(self) -> str:
         """The checksum over all splits of the data set."""
-        return self._fingerprint
+        return self.manifest.fingerprint
 
     def read(self, index: int) -> tuple[bytes | memoryview, int]:
         """Return ``(JPEG bytes, label)`` of one image, its checksum verified."""
@@ -175,13 +165,16 @@ def open_split(root: Path, split: str) -> TFRecordSplit:
     # Names and sizes only: --check hashes, and each record's checksum is verified as it is read.
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")
+    records = read_table(root, manifest, split)
     return TFRecordSplit(
+        class_names=read_labels(root / LABELS, manifest.num_classes),
+        labels=records["label"],
+        origin=f"the prepared {split} split",
+        held_out=manifest.made.get("held_out") or "",
         name=split,
         shards=[root / entry.name for entry in entries],
-        records=read_table(root, manifest, split),
-        class_names=read_labels(root / LABELS, manifest.num_classes),
-        fingerprint=manifest.fingerprint,
-        held_out=manifest.made.get("held_out") or "",
+        records=records,
+        manifest=manifest,
     )
 
 

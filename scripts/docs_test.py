@@ -31,7 +31,7 @@ from imagenet_dali.testing import MODEL, prepare_data, run
 PAGES = sorted(
     path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
 )
-# docs/own-images.md has their content
+# docs/fine-tune.md and docs/unequal-classes.md have their content
 OWN_CONFIGS = ("mine.py", "small.py", "caltech.py", "lite.py")
 # Replacements for the data and the hardware that a command of README.md names, in this order.
 SUBSTITUTIONS = {

@@ -28,8 +28,7 @@ class Model(Section):
     """The defaults are ViT-S/16 for ImageNet-1k."""
 
     timm: str | None = None
-    """a model of timm's by name, whose arguments the other keys then are
-    (docs/own-images.md)"""
+    """name of a timm model; the other keys are its arguments (docs/fine-tune.md)"""
 
     image_size: Size = 224
     """side of the square input, in pixels"""
@@ -53,7 +52,7 @@ class Model(Section):
     """classes of the head; `None`: as many as the data set has"""
 
     dropout: BelowOne = 0.0
-    """after the position embedding and after every projection of a block but qkv"""
+    """after the position embedding and every projection of a block except qkv"""
 
     drop_path: BelowOne = 0.0
     """stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"""
@@ -63,8 +62,8 @@ class Model(Section):
     projection"""
 
     pool: Literal["cls", "avg", "seq"] = "cls"
-    """what the head reads: the class token, the mean of the patches, or their learned mean
-    (arXiv 2104.05704)"""
+    """input of the head: the class token, the mean of the patches, or their learned mean (arXiv
+    2104.05704)"""
 
     position: Literal["learned", "sincos2d"] = "learned"
     """position embedding; `sincos2d` is fixed"""
@@ -136,7 +135,7 @@ class TimmModel(Section):
     """with `timm`: its weights as `INIT`"""
 
     sync_bn: bool = False
-    """with `timm`: batch norms take the statistics of all GPUs' images"""
+    """with `timm`: batch-norm statistics over all GPUs"""
 
     activation_checkpoint: bool = False
     """recompute each block in the backward pass"""

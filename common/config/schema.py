@@ -53,8 +53,8 @@ Deviation = Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)]
 
 class Data(Section):
     root: str | None = None
-    """folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are
-    downloaded to ./data"""
+    """folder of the data set; `None`: `$DATA`, else CIFAR-10 and Caltech-101 are downloaded to
+    ./data"""
 
     download: bool = False
     """CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"""
@@ -66,26 +66,24 @@ class Data(Section):
     """decoding threads or processes per rank; `None`: its share of cores"""
 
     order: Literal[None, "blocks", "random"] = None
-    """order over shards (data.md); blocks: in large reads, shuffled within windows; random:
-    image by image; `None`: blocks where the training shards exceed the host's memory"""
+    """order over shards (docs/data.md); blocks: large reads, shuffled within windows; random: image
+    by image; `None`: blocks if the training shards exceed the host's memory"""
 
     sampling: Literal[None, "balanced"] = None
-    """balanced: classes are drawn equally often, the images of small ones several times an epoch"""
+    """balanced: draw classes equally often (docs/unequal-classes.md)"""
 
     block: Number = key(16, ge=1e-3, le=1e4)
-    """most MB that are read at once in blocks"""
+    """most MB of a block"""
 
     window: int = key(2, ge=1, le=10**4)
-    """blocks that each of at most 64 streams of `order='blocks'` shuffles"""
+    """blocks that each of the 64 streams shuffles"""
 
     split: Literal[None, "counted"] = None
-    """which fifth of a folder without a validation split is held out
-    (docs/own-images.md); `None`: by file name, or as the resumed run did;
-    counted: as earlier versions did"""
+    """which fifth of a folder without a validation split is held out (docs/prepare.md); `None`: by
+    name, or by the resumed run's rule; counted: by count, as earlier versions"""
 
     labels: str | None = None
-    """table of paths and labels, from `root`, with `loader='torchvision'`
-    (docs/own-images.md)"""
+    """table of paths and labels, from `root`, with `loader='torchvision'` (docs/prepare.md)"""
 
     columns: str | None = None
     """its columns, as 'path=file,label=species,split=fold'; `None`: by content"""
@@ -95,7 +93,7 @@ class Data(Section):
     pixels"""
 
     crop_scale: CropScale = key((0.08, 1.0), title="(low, high), 0 < low <= high <= 1")
-    """share of the image's area that a training crop takes"""
+    """share of the image's area in a training crop"""
 
     crop_ratio: CropRatio = key((3 / 4, 4 / 3), title="(low, high), 0 < low <= high <= 100")
     """width / height of a training crop"""
@@ -113,8 +111,8 @@ class Data(Section):
         None,
         title="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
-    """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's,
-    with `loader='torchvision'` only"""
+    """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, m as in the paper; text: timm's, with
+    `loader='torchvision'` only"""
 
     autoaugment: Literal[None, "cifar10"] = None
     """CIFAR-10: AutoAugment's policy for training"""
@@ -123,7 +121,7 @@ class Data(Section):
     """antialiased filter that resizes images"""
 
     eval_crop: Number = key(0.875, ge=0.1, le=1)
-    """share of the short side that evaluation's centre crop takes"""
+    """share of the short side in evaluation's centre crop"""
 
     mean: Triple = key((0.485, 0.456, 0.406), title="(R, G, B)")
     """subtracted from R, G, B (0 to 1)"""
@@ -159,8 +157,8 @@ class Optimizer(Options):
     """added to the root of the second moment"""
 
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = OF_CHOICE
-    """LAMB implementation to match; sets `eps` and the four options below where they are not
-    stated (default `None`)"""
+    """LAMB implementation to match; sets `eps` and the four options below unless stated (default
+    `None`)"""
 
     bias_correction: bool = OF_CHOICE
     """divide the moments by 1 - beta^step"""
@@ -178,13 +176,13 @@ class Optimizer(Options):
     """0: none"""
 
     adamw_lr_scale: Positive = OF_CHOICE
-    """learning rate of what is no block's matrix, as a multiple of the others'"""
+    """factor of the learning rate, except for the blocks' matrices"""
 
     bfloat16: bool = OF_CHOICE
-    """orthogonalize in bfloat16 on a CPU too, as on GPUs, if it has AMX or AVX512_BF16"""
+    """orthogonalize in bfloat16, as on GPUs, on CPUs with AMX or AVX512_BF16"""
 
     dampening: UpToOne = OF_CHOICE
-    """of momentum"""
+    """dampening of momentum"""
 
     nesterov: bool = OF_CHOICE
     """Nesterov momentum"""
@@ -204,14 +202,13 @@ class Log(Section):
     """write TensorBoard event files too"""
 
     noise_scale: bool | None = None
-    """measure the gradient noise scale
-    (docs/large-batches.md); `None`: where a step has
-    several micro-batches or data-parallel GPUs, but not with 2d, 2.5d and 3d, where it costs
+    """measure the gradient noise scale (docs/large-batches.md); `None`: if a step has several
+    micro-batches or data-parallel GPUs, except with 2d, 2.5d and 3d, where it costs
     communication"""
 
     trackers: AnySequence[list[str]] = key([])
-    """`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless
-    `WANDB_PROJECT` is set"""
+    """`wandb`: offline unless `WANDB_MODE` is set; project vit-large-batch unless `WANDB_PROJECT`
+    is set"""
 
 
 class TensorParallel(Options):
@@ -253,13 +250,13 @@ class Fp16(Options):
     """TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"""
 
     dtype: Literal["float16", "bfloat16"] | None = None
-    """compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on
+    """compute dtype; `None`: bfloat16 if the device has it, else float16 on GPUs, float32 on
     CPUs"""
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = OF_CHOICE
     """O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"""
 
-    # The scale's defaults are those of torch.amp.GradScaler.
+    # The scale's defaults are torch.amp.GradScaler's.
     init_scale: Positive = 2.0**16
     """first scale of the loss, in float16"""
 
@@ -295,7 +292,7 @@ class TorchDdp(Options):
     """keep gradients in the buckets"""
 
     broadcast_buffers: bool = True
-    """rank 0's buffers for all ranks, before each forward pass"""
+    """copy rank 0's buffers to all ranks before each forward pass"""
 
     find_unused_parameters: bool = False
     """allow parameters that get no gradient"""
@@ -329,8 +326,8 @@ class Config(Section):
     """samples per forward pass on a GPU, or on the GPUs that share one model"""
 
     BATCH_SIZE: Natural | None = None
-    """`TOTAL_BATCH_SIZE // gradient_accumulation`: derived where both are set, for scripts that
-    read it; a stated value is only checked"""
+    """`TOTAL_BATCH_SIZE // gradient_accumulation`, derived if both are set, for scripts that read
+    it; a stated value is only checked"""
 
     GPUS: int = key(1, ge=1, le=10**6)
     """GPUs the recipe is written for; default GPU count for `--dry-run`"""
@@ -348,7 +345,7 @@ class Config(Section):
         [], title="list of (epochs, pixels) or (epochs, pixels, images), integers >= 1"
     )
     """side of the training images in the first epochs, and their micro-batch if not
-    `MICRO_BATCH_SIZE`; then, and in evaluation, `MODEL.image_size` (docs/recipes.md)"""
+    `MICRO_BATCH_SIZE`; `MODEL.image_size` afterwards and in evaluation (docs/recipes.md)"""
 
     EVAL_EVERY: Natural = 1
     """epochs between evaluations; the last epoch is always evaluated"""
@@ -359,24 +356,24 @@ class Config(Section):
     """interval between checkpoints"""
 
     KEEP: Natural = 2
-    """newest checkpoints that are kept, beside the best"""
+    """newest checkpoints to keep, beside the best"""
 
     BEST: Literal["top1", "loss", "mean_recall", "macro_f1", "auroc"] = "top1"
-    """metric of the evaluation that `checkpoints/best` follows; the loss decides between equal
-    ones; `mean_recall`, `macro_f1`: means over the classes; `auroc`: of two classes"""
+    """metric that chooses `checkpoints/best`; ties go to the lower loss; `mean_recall`, `macro_f1`:
+    means over the classes; `auroc`: for two classes"""
 
     PATIENCE: Natural | None = None
-    """evaluations without a new best that end the run, as a finished one"""
+    """evaluations without a new best after which the run finishes"""
 
     LEARNING_RATE: Positive
     """peak, at the end of warm-up"""
 
     WEIGHT_DECAY: NonNegative = 0.0
-    """decoupled, but for `sgd`"""
+    """decoupled, except for `sgd`"""
 
     LR_SCHEDULE: Literal[*SCHEDULES] = "cosine"  # pyright: ignore[reportInvalidTypeForm]
-    """decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of
-    warm-up"""
+    """decay after warm-up, to `MIN_LR`; `timm`: one cosine over all steps; warm-up replaces its
+    beginning"""
 
     MIN_LR: NonNegative = 0.0
     """learning rate at the end of the decay"""
@@ -385,20 +382,20 @@ class Config(Section):
     """learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`"""
 
     COOLDOWN_EPOCHS: NonNegative = 0
-    """last epochs, which are trained at `MIN_LR`"""
+    """epochs at `MIN_LR` at the end"""
 
     OPTIMIZER: Optimizer = Optimizer()
     """the optimizer, and its own options"""
 
     EMA: BelowOne = 0.0
-    """decay of the weights' moving average, which is then evaluated; 0: none"""
+    """decay of the weights' moving average, which evaluation uses; 0: none"""
 
     EMA_WARMUP: bool = True
     """a smaller decay in the first steps: at most (1 + step) / (10 + step)"""
 
     # SerializeAsAny: pydantic would write a `TimmModel` with the keys of `Model` only.
     MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = Model()
-    """the model's shape, or with `timm` the name of one of timm's"""
+    """the model's shape, or with `timm` a timm model"""
 
     OUTPUT: str | None = None
     """folder of the run without `--output`; `None`: outputs/<name of the config>"""
@@ -413,10 +410,10 @@ class Config(Section):
     """alpha of Mixup's Beta distribution; 0: no Mixup"""
 
     CUTMIX: Number = key(0.0, ge=0, le=1000)
-    """alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches"""
+    """alpha of CutMix's Beta distribution; with `MIXUP`, half of the batches"""
 
     MIXUP_OFF_EPOCHS: int = key(0, ge=0)
-    """last epochs, without Mixup and CutMix"""
+    """epochs without Mixup and CutMix at the end"""
 
     THREE_AUGMENT: bool = False
     """3-Augment (DeiT III): an image is made grey, solarised or blurred"""
@@ -428,7 +425,7 @@ class Config(Section):
     """probability that a rectangle of a training image is erased"""
 
     ERASING_MODE: Literal["const", "pixel"] = "const"
-    """what is erased becomes the mean, or normal noise"""
+    """fill of erased pixels: the mean, or normal noise"""
 
     LABEL_SMOOTHING: BelowOne = 0.0
     """share of the target spread over all classes"""
@@ -441,27 +438,28 @@ class Config(Section):
     """sum binary cross-entropy over the classes instead of averaging it"""
 
     CLASS_WEIGHTS: Literal[None, "balanced", "effective"] | list[NonNegative] = None
-    """weights of the classes in the training loss (docs/own-images.md); a list has one for each, in
-    the order of labels"""
+    """class weights in the training loss (docs/unequal-classes.md); a list: one per class, in the
+    order of labels"""
 
     DATA: Data = Data()
-    """where the images are and how they are read"""
+    """location and reading of the images"""
 
     LOG: Log = Log()
     """what is written while training"""
 
     MAX_SKIPPED: int = key(20, ge=0)
-    """updates in a row that may be skipped for numbers that are not finite"""
+    """non-finite updates that may be skipped in a row"""
 
     TIMEOUT: Number = key(600, ge=1, le=10**7)
-    """seconds without progress after which the run ends; longer than a checkpoint takes to write"""
+    """seconds without progress after which the run ends; must exceed the time to write a
+    checkpoint"""
 
     # Colossal-AI's default.
     SEED: int = key(1024, ge=0, le=2**63 - 1)
     """seed for initialisation, sampling, augmentation, dropout"""
 
     TENSOR_PARALLEL_SIZE: Natural = 1
-    """GPUs that share one model; `parallel` is made from it"""
+    """GPUs that share one model; sets `parallel`"""
 
     TENSOR_PARALLEL_MODE: TensorMode = None
     """how they share it"""
@@ -481,7 +479,7 @@ class Config(Section):
     COMPILE: bool | Literal["model", "max-autotune"] | None = key(
         None, title="True, False, None, 'model' or 'max-autotune'"
     )
-    """torch.compile: True: the blocks; 'max-autotune': the blocks, by the fastest of several
+    """torch.compile: True: the blocks; 'max-autotune': the blocks, with the fastest of several
     kernels; 'model': the model; `None`: True on GPUs without tensor parallelism"""
 
     gradient_accumulation: Natural | None = None
@@ -562,7 +560,7 @@ NO_EFFECT = {
     "ERASING_MODE": {"ERASING": 0},
     "MIXUP_OFF_EPOCHS": {"MIXUP": 0, "CUTMIX": 0},
     "WARMUP_LR": {"WARMUP_EPOCHS": 0},
-    # It lowers the rates of the blocks, none of which is trained.
+    # It lowers the rates of the blocks, which are not trained.
     "OPTIMIZER.layer_decay": {"FREEZE": "body"},
     # Classes are balanced by drawing single images.
     "DATA.sampling": {"DATA.order": "blocks"},

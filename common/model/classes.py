@@ -1,6 +1,6 @@
 """Which class of a model a label of a data set means: that of its name.
 
-docs/own-images.md has the rules, and what happens where a side has no names.
+docs/fine-tune.md has the rules, and what happens where a side has no names.
 """
 
 from collections.abc import Mapping, Sequence

@@ -37,7 +37,7 @@ def list_source(
 ) -> ImageListing:
     """List the images below `root` for training and validation, or those of one `split`.
 
-    Layouts: those in docs/own-images.md, or with `table` any. Labels number the sorted class
+    Layouts: those in docs/prepare.md, or with `table` any. Labels number the sorted class
     folders from 0, as in torchvision. Of a folder without splits, `split` takes all. Without a
     validation split, `validation_share` of each class becomes it, by name, or `by_count` as in
     earlier versions. Raises `UserError` if the folder has none of the layouts.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import files
+from common import locks
 from common.checkpoint.save import list_checkpoints
 from common.engine.trainer import Trainer
 from common.engine.upstream import gpc
@@ -44,7 +44,7 @@ def describe_process() -> dict[str, Any]:
         "folder": Path.cwd(),
         "warnings": [*warnings.filters],
         "hooks": (sys.excepthook, threading.excepthook),
-        "locks": dict(files._locks),
+        "locks": dict(locks._locks),
         "groups": (dist.is_initialized(), dict(gpc._groups), gpc._config),
         "cudnn": (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype()),

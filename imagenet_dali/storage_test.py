@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.save import newest_checkpoint
+from common.shards import prepare
 from common.testing.commands import read_folder, run_forked
 from common.testing.photographs import write_colours
 from common.tools import predict
-from imagenet_dali import prepare
 from imagenet_dali.testing import train
 
 FIRST = 2  # the read that fails

@@ -551,7 +551,7 @@ MODEL = [
     Row("MODEL.init_values", "0.1", count("LayerScale"), 4),
     Row("MODEL.activation_checkpoint", "True", attribute("model.activation_checkpoint"), True),
     Row("MODEL.pretrained", "True", refuses("hf-hub:timm/resnet10t"), True, RESNET),
-    Row("MODEL.sync_bn", "True", count("BatchNorm2d"), 0, RESNET),
+    Row("MODEL.sync_bn", "True", refuses("SyncBatchNorm needs GPUs"), True, RESNET),
 ]
 
 DATA = [

@@ -201,8 +201,9 @@ def join_groups(
 
 def shutdown() -> None:
     """Leave the process groups of the last launch, if any."""
+    gpc.destroy()
+    # Upstream's launch_from_torch and its kind do not hold it.
     if _in_use.locked():
-        gpc.destroy()
         _in_use.release()
 
 

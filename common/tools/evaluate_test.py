@@ -175,7 +175,7 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
     assert [read(copy)[name] for name in ("loss", "top1", "top5")] == [None, 0, 0]
     ended = run_forked(predict.main, [copy, data / "test/red/04.png", "--json"], code=2)
     assert json.loads(ended.stdout)["classes"] is None
-    assert ended.stderr.endswith("04.png: the model's outputs are not finite (NaN)\n")
+    assert "04.png: the model's outputs are not finite (NaN)\n" in ended.stderr
 
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])

@@ -31,6 +31,8 @@ from imagenet_dali.testing import MODEL, prepare_data, run
 PAGES = sorted(
     path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
 )
+OTHER_PAGES = ["CONTRIBUTING.md", "CHANGELOG.md"]
+OTHER_PAGES += [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*/README.md"))]
 # docs/fine-tune.md and docs/unequal-classes.md have their content
 OWN_CONFIGS = ("mine.py", "small.py", "caltech.py", "lite.py")
 # Replacements for the data and the hardware that a command of README.md names, in this order.
@@ -113,9 +115,25 @@ def test_what_it_names_exists(page, monkeypatch):
     paths = re.findall(
         r"\b(?:common|imagenet_dali|caltech101_amp|cifar10_benchmark)/[\w/]+\.(?:py|sh)\b", text
     )
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    missing = [path for path in paths if not (ROOT / path).exists()]
-    assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a Markdown viewer gives the page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES])
+def test_its_links_lead_to_files_and_headings(page):
+    wrong = []
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
 
 
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):

@@ -136,6 +136,18 @@ def test_its_links_lead_to_files_and_headings(page):
     assert wrong == []
 
 
+def test_the_pages_that_messages_and_docstrings_name_exist():
+    missing = [
+        (file.name, page)
+        for folder in ("common", "configs", "scripts", "imagenet_dali")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not file.name.endswith("_test.py")  # tests make pages of their own
+        for page in re.findall(r"docs/[\w-]+\.md", file.read_text())
+        if not (ROOT / page).exists()
+    ]
+    assert missing == []
+
+
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "library.md").read_text()
     # A score may be any number.

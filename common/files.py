@@ -32,6 +32,7 @@ OF_A_PATH = {
     errno.EPERM,
 }
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Values = Mapping[str, Any]  # a config or a section of it, or an object of a JSON file
 
 
 class Schema(BaseModel):
@@ -212,7 +213,7 @@ def plain_cell(value: object) -> object:
     return f"'{value}" if is_formula else value
 
 
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def write_csv(rows: Sequence[Values], path: Path) -> None:
     """Write the rows under a header, as `plain_cell`."""
     with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         # csv ends lines with CRLF by default.

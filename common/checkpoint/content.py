@@ -39,7 +39,7 @@ from torch import Tensor
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
 from common.errors import UserError
-from common.files import Count, read_json, read_text, regular_size, sha256_of
+from common.files import Count, Values, read_json, read_text, regular_size, sha256_of
 from common.metrics.metrics_file import read_metrics
 from common.text import first_line
 
@@ -172,7 +172,7 @@ class TrainerState(ExtensibleRecord):
     ranks: Ranks
 
 
-def list_changes(about: Mapping[str, Any]) -> list[str]:
+def list_changes(about: Values) -> list[str]:
     """Return a line for each start that changed the config, from config.json ``about``."""
     return [
         f"from step {start.get('step', 0):,} on {show_changes(start['changed'])}"

@@ -41,6 +41,7 @@ from common.engine.lost_ranks import set_activity
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.errors import UserError
+from common.files import Values
 from common.launch.signals import stop_signals
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.hook import MetricsHook
@@ -68,7 +69,7 @@ class CheckpointHook(BaseHook):
     optimizer: Optimizer
     metrics: MetricsHook
     _: KW_ONLY
-    about: Mapping[str, Any]  # the run record, the content of config.json
+    about: Values  # the run record, the content of config.json
     every: int | str
     keep: int
     start_from: Path | None  # the checkpoint to resume from

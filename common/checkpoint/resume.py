@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from common.checkpoint.save import list_checkpoints, put_back_old
 from common.config.fields import flatten
 from common.config.plan import DataSummary
 from common.errors import UserError
+from common.files import Values
 from common.metrics.loggers import warn
 from common.model.build import build_on_meta, state_shapes
 
@@ -150,7 +151,7 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def print_changes(about: Mapping[str, Any], start_from: Path) -> None:
+def print_changes(about: Values, start_from: Path) -> None:
     """Print which checkpoint is resumed, and what has changed since its run last started."""
     print(f"resuming from {start_from}")
     changed = changed_keys(start_from, about["config"])
@@ -162,7 +163,7 @@ def print_changes(about: Mapping[str, Any], start_from: Path) -> None:
         print(f"computing in {now} from here on (was {dtype})")
 
 
-def add_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
+def add_start(about: Values, start_from: Path | None) -> dict[str, Any]:
     """Return config.json's ``starts`` with this start added, and ``config`` with the first INIT."""
     plan = about["plan"]
     now: dict[str, Any] = {"step": 0, "gpus": plan["gpus"], "dtype": plan["dtype"]}
@@ -205,9 +206,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
     print(f"DATA.root is another data set from here on ({counts}); the best starts anew")
 
 
-def check_changes(
-    path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str]
-) -> None:
+def check_changes(path: Path, config: Values, output: Path, allowed: Sequence[str]) -> None:
     """Raise `UserError` where ``config`` trains differently from the run of checkpoint ``path``.
 
     In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that
@@ -248,7 +247,7 @@ def _is_under(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(path: Path, config: Values) -> dict[str, tuple[Any, Any]]:
     """Return ``{key: (then, now)}`` for the keys that differ from those of checkpoint ``path``."""
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults

@@ -23,7 +23,7 @@ from common.checkpoint.saved_run import SavedRun, open_run
 from common.config.load import REQUIRED, parse_settings, restore_config
 from common.config.model_keys import data_of, pretrained_config
 from common.errors import UserError
-from common.files import read_bytes
+from common.files import Values, read_bytes
 from common.model.build import (
     build_model,
     build_on_meta,
@@ -47,7 +47,7 @@ class OpenedWeights(NamedTuple):
     """
 
     weights: dict[str, Tensor]
-    model: Mapping[str, Any]
+    model: Values
     preprocessing: Mapping[str, Any] = {}
     chosen: str = ""  # the checkpoint of a run and why that one, or the part of a file
 
@@ -142,7 +142,7 @@ def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
     return OpenedWeights(weights, model, preprocessing)
 
 
-def _read_description(file: Path) -> Mapping[str, Any]:
+def _read_description(file: Path) -> Values:
     """Return what config.json beside a model's ``file`` says of it, else the file's own header."""
     beside = file.with_name(CONFIG)
     if file.name in (MODEL, RAW, EMA) and beside.is_file():
@@ -235,7 +235,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
 
 
 def _configure(
-    source: str, model: dict[str, Any], about: Mapping[str, Any], settings: Sequence[str]
+    source: str, model: dict[str, Any], about: Values, settings: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config that evaluates MODEL ``model``, and notes on how images are prepared.
 

@@ -1,15 +1,15 @@
 """Classes of unequal size: their weights in the training loss, and what a start says of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from common.errors import UserError
+from common.files import Values
 
 BETA = 0.999  # the paper's beta: the effective number of images is at most 1 / (1 - BETA)
 UNEQUAL = 3  # sizes are named if the largest class has more than so many times the smallest
 
 
-def class_weights(config: Mapping[str, Any], counts: Sequence[int]) -> list[float] | None:
+def class_weights(config: Values, counts: Sequence[int]) -> list[float] | None:
     """Return the weight of each class by CLASS_WEIGHTS and the number of its training images.
 
     "balanced" is the inverse of that number, "effective" of the effective number (Cui et al., arXiv

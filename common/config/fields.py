@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from common.errors import UserError
-from common.files import Schema
+from common.files import Schema, Values
 from common.text import did_you_mean
 
 # The default of an option that depends on `Options.CHOICE`.
@@ -59,9 +59,7 @@ class Section(Schema):
 S = TypeVar("S", bound=Section)
 
 
-def parse(
-    section: type[S], values: Mapping[str, Any], where: str = "", *, is_part: bool = False
-) -> S:
+def parse(section: type[S], values: Values, where: str = "", *, is_part: bool = False) -> S:
     """Return ``values`` as a ``section``.
 
     Raises `UserError` with one line: the key, its value and what it may be; for an unknown or a
@@ -131,7 +129,7 @@ def _bounds(metadata: Any) -> str:
     return " and".join(bounds)
 
 
-def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], where: str) -> str:
+def _explain(problem: Any, section: type[Section], values: Values, where: str) -> str:
     """Return one line on an error of pydantic's: the key, its value, and what it may be."""
     keys = all_keys(section)
     # "OPTIMIZER", "OPTIMIZER.betas", ...; the last may end with pydantic's names for what it is.
@@ -148,7 +146,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     return f"{key}={value!r}"[:150] + f": expected {values_of(keys[key])}"
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
     """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -167,7 +165,7 @@ class Options(Section):
     """
 
     CHOICE: ClassVar[str] = ""
-    TAKES: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    TAKES: ClassVar[Mapping[str, Values]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

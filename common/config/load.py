@@ -25,6 +25,7 @@ from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.zero import check_zero
 from common.errors import UserError
+from common.files import Values
 from common.launchers import is_first_process
 from common.text import did_you_mean, print_wrapped
 
@@ -98,9 +99,7 @@ def load_own_config(config: Any) -> dict[str, Any]:
     return values | {key: config[key] for key in config if is_recipe or key in {*known, "parallel"}}
 
 
-def restore_config(
-    values: Mapping[str, Any], settings: Sequence[str], where: str
-) -> dict[str, Any]:
+def restore_config(values: Values, settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` applied.
 
     Raises `UserError` for unknown keys, with the file ``where`` it comes from, and wrong values.
@@ -181,7 +180,7 @@ def _print_notes(where: str, notes: Sequence[str]) -> None:
         print_wrapped(f"{where}: {'; '.join(notes)}")
 
 
-def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _validate_and_derive(values: Values, where: str) -> dict[str, Any]:
     """Return ``values``, checked, with defaults and with what is derived from other keys."""
     checked = parse(Config, values, where)
     checked.check_conflicts()
@@ -203,7 +202,7 @@ def _validate_and_derive(values: Mapping[str, Any], where: str) -> dict[str, Any
     return config
 
 
-def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_parallel(config: Values) -> dict[str, Any]:
     """Return ``parallel`` with its defaults, those of ``tensor`` from TENSOR_PARALLEL_SIZE, _MODE.
 
     Raises `UserError` where the two contradict each other.

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, model_validator
 
 from common.config.fields import BelowOne, Natural, Number, Section, UpToOne, key, parse
 from common.errors import UserError
+from common.files import Values
 from common.text import did_you_mean, nearest_multiples
 
 # Keys of DATA, and what timm's configuration of weights calls them.
@@ -176,7 +177,7 @@ def pretrained_config(name: str) -> Any:
         raise UserError(f"timm={name!r}: timm has no such weights{known}") from None
 
 
-def data_of(about: Mapping[str, Any]) -> dict[str, Any]:
+def data_of(about: Values) -> dict[str, Any]:
     """Return the keys of DATA that timm's configuration ``about`` of weights has.
 
     Without an interpolation that training does not know.

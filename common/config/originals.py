@@ -5,6 +5,7 @@ from typing import Any
 
 from common.config.schema import Config
 from common.errors import UserError
+from common.files import Values
 
 # Their names of our keys. Those of ``dali`` are written as "dali.root"; "" has no meaning here.
 RENAMED = {
@@ -39,7 +40,7 @@ WITHOUT_EFFECT = {
 BATCH_KEYS = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
 
-def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:
+def read_original(values: dict[str, Any], recipe: Values, name: str | None) -> list[str]:
     """Translate the examples' keys in ``values``, fill in what they omit, and return notes on both.
 
     ``recipe``, called ``name``, is the task's where ``values`` have no MODEL, else empty. Only our

@@ -1,11 +1,10 @@
 """Work out the batches and steps of a run from its config, the number of GPUs and the data set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import UserError
-from common.files import Count
+from common.files import Count, Values
 from common.resolutions import Resolution
 from common.text import counted, nearest_multiples
 
@@ -74,7 +73,7 @@ class Plan:
         return f"{ranks} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
 
 
-def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -> Plan:
+def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
     """Return the plan for ``gpus`` processes; without ``data`` all step counts are 0.
 
     Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that
@@ -125,7 +124,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     )
 
 
-def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[Resolution, ...]:
+def _resolutions(config: Values, samples: int, micro: int) -> tuple[Resolution, ...]:
     """Return the resolutions of a run whose processes have ``samples`` of a global batch each."""
     resolutions: list[Resolution] = []
     end = 0
@@ -145,7 +144,7 @@ def _resolutions(config: Mapping[str, Any], samples: int, micro: int) -> tuple[R
     return *resolutions, Resolution(config["NUM_EPOCHS"], size, micro, samples // micro)
 
 
-def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
+def _divide_batch(config: Values, total: int, data_parallel: int) -> tuple[int, int]:
     """Return the micro-batch and the accumulation; the config has either, both, or neither.
 
     Without accumulation, a micro-batch is no larger than what a process has of the global batch.

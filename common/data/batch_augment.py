@@ -1,14 +1,14 @@
 """Augmentation of training batches on their device, after any loader."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
-from typing import Any
 
 from common.data.colors import COLOR_UNIFORMS, augment_colors
 from common.data.erasing import ERASING_UNIFORMS, erase
 from common.data.loader import Loader
 from common.data.mixup import Blend, Blended
 from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
+from common.files import Values
 
 
 class BatchAugment(Loader):
@@ -21,7 +21,7 @@ class BatchAugment(Loader):
     that a resumed run draws the same.
     """
 
-    def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
+    def __init__(self, loader: Loader, config: Values) -> None:
         super().__init__(loader.sampler, loader.reader)
         self.config = config
         self.blend = Blend(config["MIXUP"], config["CUTMIX"])

@@ -4,7 +4,7 @@
 `imagenet_dali` sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,6 +31,7 @@ from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.workers import RecordReader, WorkerPool
 from common.errors import UserError
+from common.files import Values
 from common.hardware import rank_cores
 from common.text import first_line
 
@@ -159,7 +160,7 @@ def load_image(
 
 def build_train_loader(
     images: ImageSplit,
-    data: Mapping[str, Any],
+    data: Values,
     total_batch: int,
     micro_batch: int,
     *,
@@ -200,7 +201,7 @@ def build_train_loader(
 
 def build_eval_loader(
     images: ImageSplit,
-    data: Mapping[str, Any],
+    data: Values,
     batch: int,
     *,
     image_size: int,
@@ -218,14 +219,14 @@ def build_eval_loader(
     return Loader(sampler, build_reader(images, crop, batch=batch, **options))
 
 
-def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+def build_eval_crop(data: Values, image_size: int) -> CenterCrop:
     """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
     # Rounded down, as timm's short side is.
     return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
 
 
 def _reader_options(
-    data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device
+    data: Values, image_size: int, dp_size: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the arguments of a reader that training and evaluation share."""
     workers = rank_cores() if data["workers"] is None else data["workers"]

@@ -12,6 +12,7 @@ import torch
 from common.engine.collectives import gather
 from common.engine.groups import join_groups, shutdown
 from common.errors import RankError, UserError
+from common.files import Values
 from common.hardware import cpu_limits, limit_threads, set_processes
 from common.launchers import LAUNCHERS
 from common.process import at_end, is_script
@@ -84,7 +85,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 
 def init_distributed(
-    launch: Launch, config: Mapping[str, Any], shared: Mapping[str, str] | None = None
+    launch: Launch, config: Values, shared: Mapping[str, str] | None = None
 ) -> None:
     """Join the process group, set device and seed, and put ``config`` into ``gpc.config``.
 

@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.files import Values
 from common.metrics.metrics_file import Metrics, read_metrics
 from common.metrics.plot import build_figure, place_legend, save_figure, wrap_text
 
@@ -39,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())["config"] if file.exists() else {}
 
 
-def name_loss(config: Mapping[str, Any]) -> str:
+def name_loss(config: Values) -> str:
     """Return what the training loss is; that of an evaluation is always the cross-entropy."""
     parts = ["cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"]
     for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX"):

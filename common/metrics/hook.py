@@ -13,6 +13,7 @@ from torch import Tensor
 from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, all_reduce
+from common.files import Values
 from common.hardware import peak_memory
 from common.metrics.evaluation import Counts
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
@@ -79,7 +80,7 @@ class MetricsHook(BaseHook):
             state["noise_scale"] = self.noise_scale.averages.tolist()
         return state
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int | None) -> None:
+    def load_state_dict(self, states: Sequence[Values], rank: int | None) -> None:
         """Resume from the state of ``rank``, or from the mean of all ``states`` if it is None."""
         states = states if rank is None else [states[rank]]
         first = states[0]

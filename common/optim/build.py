@@ -5,7 +5,7 @@ device, without the host knowing, where ``found_inf`` is set.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -24,6 +24,7 @@ from common.engine.tensor_parallel.sharding import (
 )
 from common.engine.upstream import gpc
 from common.errors import UserError
+from common.files import Values
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices
 from common.optim.sgd import FusedSGD
@@ -38,7 +39,7 @@ class OptimizerEntry:
 
     build: Callable[..., Optimizer]
     # The keys of the config's OPTIMIZER that are arguments of ``build``. For None it decides.
-    defaults: Mapping[str, Any]
+    defaults: Values
     # The tensors of a parameter's shape that it keeps, and "step", a number. Smaller ones, such as
     # the means of a matrix's rows, need no entry, but must be equal on all ranks.
     state: tuple[str, ...]
@@ -110,7 +111,7 @@ OPTIMIZERS = {
 }
 
 
-def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
+def state_names(options: Values, parameter: str) -> tuple[str, ...]:
     """Return the names of the tensors that an optimizer keeps for a parameter.
 
     ``options`` is the config's OPTIMIZER, ``parameter`` a name.

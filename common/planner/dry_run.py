@@ -1,9 +1,8 @@
 """``--dry-run``: print the resolved config, batch arithmetic, memory, time, and parallel modes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from common.config.schema import known_keys
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.noise_scale import UNMEASURED
 from common.engine.tensor_parallel.layout import resolve_parallel
+from common.files import Values
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_flops
@@ -30,7 +30,7 @@ DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
 
 
 def print_dry_run(
-    config: Mapping[str, Any],
+    config: Values,
     plan: Plan,
     data: DataSummary | None,
     cluster: Cluster,
@@ -73,9 +73,7 @@ def print_dry_run(
         _print_modes(planner, images)
 
 
-def _print_phases(
-    config: Mapping[str, Any], phases: Sequence[Phase], full: Prediction, images: int
-) -> None:
+def _print_phases(config: Values, phases: Sequence[Phase], full: Prediction, images: int) -> None:
     """Print a table of the sizes of images, and what they save."""
     rows = []
     for phase in phases:
@@ -103,14 +101,14 @@ def _print_phases(
     print_wrapped(f"together {totals[0]}; without IMAGE_SIZES {totals[1]}")
 
 
-def _count_flops(config: Mapping[str, Any], phases: Sequence[Phase]) -> float:
+def _count_flops(config: Values, phases: Sequence[Phase]) -> float:
     """Return the FLOPs of all epochs for one image."""
     model = config["MODEL"]
     frozen = config["FREEZE"]
     return sum(phase.epochs * flops_per_image(model, frozen, phase.image_size) for phase in phases)
 
 
-def _print_changed_keys(config: Mapping[str, Any]) -> None:
+def _print_changed_keys(config: Values) -> None:
     """Print the keys that are not at their defaults, as --set takes them."""
     print("\nkeys that are not at their defaults:")
     # A key of the user's has no default: no value equals `...`.
@@ -122,9 +120,7 @@ def _print_changed_keys(config: Mapping[str, Any]) -> None:
         print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
 
 
-def _describe_plan(
-    config: Mapping[str, Any], plan: Plan, data: DataSummary | None
-) -> dict[str, str]:
+def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict[str, str]:
     """Return the first rows of the plan, by title."""
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     flops = flops_per_image(config["MODEL"], config["FREEZE"])
@@ -151,9 +147,7 @@ def _describe_plan(
     return rows | {"data": images, "validation": data.validation, "steps": steps + end}
 
 
-def describe_options(
-    config: Mapping[str, Any], plan: Plan, data: DataSummary | None
-) -> dict[str, str]:
+def describe_options(config: Values, plan: Plan, data: DataSummary | None) -> dict[str, str]:
     """Return what some options do, by key, if they are set."""
     model = build_on_meta(config["MODEL"], config["FREEZE"])
     rows = {}
@@ -194,7 +188,7 @@ def describe_options(
     return rows
 
 
-def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
+def _describe_precision(config: Values, plan: Plan) -> str:
     """Return the compute dtype; on a CPU, also that on GPUs, for which the plan may be."""
     if torch.cuda.is_available():
         return plan.dtype
@@ -271,7 +265,7 @@ def _describe_batch(prediction: Prediction) -> str:
     return f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}"
 
 
-def _least_time(config: Mapping[str, Any], phases: Sequence[Phase], images: int) -> str:
+def _least_time(config: Values, phases: Sequence[Phase], images: int) -> str:
     """Return the time of training on this CPU at its peak."""
     peak = peak_flops(torch.device("cpu"), compute_dtype(config["fp16"], "cpu"))
     seconds = images * _count_flops(config, phases) / peak

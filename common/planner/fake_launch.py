@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.engine.groups import RepairedContext, join_groups, shutdown
 from common.engine.tensor_parallel import layers
+from common.files import Values
 
 
 def allow_fake_launches() -> None:
@@ -50,7 +51,7 @@ def allow_fake_launches() -> None:
 
 
 @contextmanager
-def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
+def fake_launch(config: Values, world_size: int) -> Iterator[None]:
     """Launch as rank 0 of ``world_size`` on the CPU; collectives return at once and do nothing.
 
     For tensors of `torch._subclasses.FakeTensorMode`, after `allow_fake_launches`.

@@ -1,6 +1,6 @@
 """Predict memory, traffic and step time of each parallel mode on N GPUs of a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import SHAPES, check_tensor_parallel, side_of
 from common.engine.zero import check_zero
 from common.errors import UserError
+from common.files import Values
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import PEAKS
 from common.optim.build import OPTIMIZERS, state_names
@@ -34,7 +35,7 @@ NO_TENSOR_PARALLELISM = {"mode": None, "size": 1}
 class Prediction:
     """One way to train on N GPUs: how batch and model are split, and the seconds of a step."""
 
-    tensor: Mapping[str, Any]  # the config's parallel.tensor
+    tensor: Values  # the config's parallel.tensor
     zero: int | None  # the stage
     data_parallel: int
     micro_batch: int
@@ -90,7 +91,7 @@ class Planner:
     Its GPUs sustain ``rate`` FLOP/s, and up to ``rate * speedup`` with a compiled model.
     """
 
-    def __init__(self, config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, config: Values, plan: Plan, cluster: Cluster) -> None:
         self.config = config
         self.plan = plan
         self.cluster = cluster
@@ -129,7 +130,7 @@ class Planner:
                     predictions.append(self._predict_split(tensor, stage))
         return [prediction for prediction in predictions if prediction]
 
-    def _predict_split(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
+    def _predict_split(self, tensor: Values, zero: int | None) -> Prediction | None:
         """Return the prediction with MICRO_BATCH_SIZE, else with the largest micro-batch that fits.
 
         It is None where the batch does not divide.
@@ -146,7 +147,7 @@ class Planner:
         sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)
         return self.predict_largest(self._split_config(tensor, zero), samples, sizes)
 
-    def _split_config(self, tensor: Mapping[str, Any], zero: int | None) -> dict[str, Any]:
+    def _split_config(self, tensor: Values, zero: int | None) -> dict[str, Any]:
         """Return the config with the model split in another way."""
         zero_options = {"stage": zero} if zero else None
         return {**self.config, "parallel": {"tensor": tensor}, "zero": zero_options}
@@ -173,7 +174,7 @@ class Planner:
         return phases
 
     def predict_largest(
-        self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]
+        self, config: Values, samples: int, sizes: Sequence[int]
     ) -> Prediction | None:
         """Return the prediction for the first of the micro-batches ``sizes`` that fits.
 
@@ -218,7 +219,7 @@ class Planner:
 
     def predict(
         self,
-        config: Mapping[str, Any],
+        config: Values,
         micro_batch: int,
         accumulation: int,
         image_size: int | None = None,
@@ -291,7 +292,7 @@ def _tensor_settings(gpus: int, stated: dict[str, Any]) -> list[dict[str, Any]]:
     return fitting if stated in fitting else [*fitting, stated]
 
 
-def _can_cut(config: Mapping[str, Any], micro_batch: int) -> bool:
+def _can_cut(config: Values, micro_batch: int) -> bool:
     """Return whether the run would not be refused."""
     try:
         check_zero(config)
@@ -302,7 +303,7 @@ def _can_cut(config: Mapping[str, Any], micro_batch: int) -> bool:
     return True
 
 
-def check_limits(config: Mapping[str, Any], plan: Plan, memory: float) -> None:
+def check_limits(config: Values, plan: Plan, memory: float) -> None:
     """Raise `UserError` for a model that certainly needs more than ``memory`` bytes.
 
     This is a lower bound: weights, gradients and moments in float32 (16 bits with APEX O3).

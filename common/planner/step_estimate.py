@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from common.engine.amp import compute_dtype, name_dtype
 from common.engine.engine import Engine
 from common.engine.tensor_parallel.sharding import named_shards
 from common.engine.upstream import ParallelMode, gpc
+from common.files import Values
 from common.model.build import build_on_meta
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
@@ -152,7 +153,7 @@ class StepEstimate:
 
 
 def estimate_step(
-    config: Mapping[str, Any],
+    config: Values,
     processes: int,
     micro_batch: int,
     accumulation: int = 1,
@@ -190,7 +191,7 @@ def _process(parent: int) -> ProcessPoolExecutor:
 
 
 def _estimate(
-    config: Mapping[str, Any],
+    config: Values,
     processes: int,
     micro_batch: int,
     accumulation: int,
@@ -222,7 +223,7 @@ def _estimate(
     return _extend(first, second, depth - shallow)
 
 
-def count_blocks(model: Mapping[str, Any]) -> int:
+def count_blocks(model: Values) -> int:
     """Return the number of alike blocks that MODEL says; 0 if it says none, or one a stage."""
     depth = model.get("depth")
     return depth if isinstance(depth, int) else 0
@@ -242,7 +243,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 
 
 def _estimate_depth(
-    config: Mapping[str, Any], micro_batch: int, accumulation: int, image_size: int, depth: int
+    config: Values, micro_batch: int, accumulation: int, image_size: int, depth: int
 ) -> StepEstimate:
     """Estimate a step of the model with ``depth`` blocks, 0 for those that it has."""
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))

@@ -19,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_ab
 from common.checkpoint.save import find_best
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
-from common.files import fingerprint_of, plain_cell, replacing, short_path
+from common.files import Values, fingerprint_of, plain_cell, replacing, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
@@ -54,7 +54,7 @@ class RecordedRun:
     """What a finished or running run has written; ``about`` is config.json."""
 
     name: str
-    about: Mapping[str, Any]
+    about: Values
     metrics: Sequence[Metrics]
     marked: Metrics | None = None  # the evaluation of checkpoints/best, where there is one
 
@@ -236,7 +236,7 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
     } | origin
 
 
-def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
+def result_columns(about: Values) -> dict[str, str | None]:
     """Return the columns of a table of results that say where `describe_run`'s result is from."""
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
@@ -250,7 +250,7 @@ def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def name_hardware(hardware: Mapping[str, Any]) -> str:
+def name_hardware(hardware: Values) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2"."""
     if hardware["gpu"]:
         return hardware["gpu"]
@@ -314,7 +314,7 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
 }
 
 
-def _align(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _align(columns: Sequence[Values]) -> dict[str, list[str]]:
     """Return the cells of a table with a column for each nested dict, by ``outer.inner`` key.
 
     Of a long list, such as the names of 1,000 classes, a cell has the first and a fingerprint.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.files import Values
 from common.metrics.evaluation import Best, rank_repetitions
 from common.metrics.metrics_file import CHARTS
 from common.text import format_table, print_wrapped
@@ -68,7 +69,7 @@ def group_by_data(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     return groups
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
+def print_table(rows: Sequence[Values], values: Sequence[Values]) -> None:
     """Print a table of runs; where it is wider than 80 columns, their ``values`` as a list above.
 
     A row begins with its values.
@@ -84,7 +85,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], values: Sequence[Mapping[str,
     print(table, flush=True)
 
 
-def describe_values(values: Mapping[str, Any]) -> str:
+def describe_values(values: Values) -> str:
     """Return the values as a command has them."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 

@@ -145,9 +145,8 @@ def _from_environment(
     launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the values of FLAGS from the variables of ``launcher``, which flags must match."""
-    names = {flag: getattr(LAUNCHERS[launcher], flag) for flag in FLAGS}
     # Only torchrun sets a host and a port: others have no name for these.
-    names = {flag: name for flag, name in names.items() if name}
+    names = {flag: name for flag in FLAGS if (name := getattr(LAUNCHERS[launcher], flag))}
     given = {flag: getattr(args, flag) for flag in names}
     # A flag stands in for a variable that is not set.
     from_flags = {names[flag]: str(value) for flag, value in given.items() if value is not None}

@@ -120,3 +120,8 @@ def nearest_multiples(value: int, unit: int) -> str:
     """Return the multiples of ``unit`` next to ``value``, which is none, as ``"4 or 8"``."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def describe_bytes(nbytes: float) -> str:
+    """Return a number of bytes in GB, or of less than a tenth in MB."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

@@ -9,8 +9,8 @@ import pytest
 from common.data.sampler import TrainSampler
 from common.data.workers import RecordReader
 from common.errors import UserError
-from common.run.prepare import Prepared
-from common.run.start import choose_order
+from common.run.checks import Prepared
+from common.run.reading_order import choose_order
 from common.shards import dataset
 from common.shards.dataset import open_split
 from imagenet_dali.task import describe_data
@@ -45,7 +45,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     by_class = replace(split, labels=rows["label"], records=rows)
     assert (split.is_shuffled, by_class.is_shuffled) == (True, False)
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
-    monkeypatch.setattr("common.run.start.memory_bytes", lambda: 1)
+    monkeypatch.setattr("common.run.reading_order.memory_bytes", lambda: 1)
     data = {"root": "/data", "loader": "dali", "order": None, "sampling": None}
     with pytest.raises(
         UserError, match=r"DATA.order='blocks': DATA.root=/data has shards sorted by class"
@@ -63,7 +63,7 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
     colours, tmp_path, monkeypatch, capsys
 ):
     def train_with(memory: int, output: str, *settings: str, flags: Sequence[str] = ()) -> str:
-        monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
+        monkeypatch.setattr("common.run.reading_order.memory_bytes", lambda: memory)
         blocks = f"DATA.root={colours}", "DATA.workers=1", "DATA.block=0.005"
         train(
             tmp_path, output, *blocks, "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4", *settings, flags=flags

@@ -15,8 +15,8 @@ from common.engine import amp
 from common.engine.groups import shutdown
 from common.errors import UserError
 from common.planner.cluster import Cluster
-from common.run.prepare import parse_arguments
-from common.run.start import explain_cpu, explain_cudnn, explain_sizes
+from common.run.arguments import parse_arguments
+from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes
 from common.task import data_root
 from common.testing.commands import Ended, run_forked
 from common.testing.ranks import run_ranks

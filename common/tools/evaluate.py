@@ -10,10 +10,9 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +35,16 @@ from common.files import fingerprint_of, own_file, replacing, short_path, write_
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, init_distributed
 from common.metrics.evaluation import Counts
 from common.metrics.metrics_file import finite
-from common.metrics.plot import build_figure, save_figure
 from common.model.classes import ORDER_HELP, ORDERS, match_classes, order_classes
 from common.process import ends_cleanly
 from common.provenance import describe_run
 from common.task import Task, data_root, find_task
-from common.text import format_table, list_some, print_wrapped, shorten_names
+from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
+from common.tools.class_table import describe_classes, print_lowest
+from common.tools.confusion_picture import draw_confusion
 from common.tools.intervals import METHODS, Interval, measure_intervals
 
-SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
-NAME_WIDTH = 17  # of a column of names there, so that the table has 80
-NAMED_CLASSES = 50  # most classes whose names the picture shows
-DRAWN_NAME = 40  # most letters of a name in it
 DRAWN = 2000  # most classes of which there is a picture
 
 
@@ -237,7 +233,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     intervals = measure_intervals(metrics, tally.answers, tally.measured)
     rows = describe_classes(run.class_names, tally.answers)
     # Printed first: the disk may be full.
-    _print_lowest(rows, run.class_names)
+    print_lowest(rows, run.class_names)
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
@@ -270,26 +266,6 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         )
 
 
-def _print_lowest(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """Print the classes with the lowest recall, in 80 columns; classes.csv has all."""
-    # Texts of equal length: "0.9000" sorts as its number.
-    lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
-    shown = [{name: row[name] for name in row if name != "top5"} for row in lowest]
-    shorten_classes(shown, names)
-    print(f"the {len(shown)} of {len(rows)} classes with the lowest recall\n{format_table(shown)}")
-
-
-def shorten_classes(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Shorten the names of classes in ``rows`` to columns of `NAME_WIDTH`."""
-    short = shorten_names(names, NAME_WIDTH)
-    mistakes = [row["mistaken for"].rpartition(" (") for row in rows]
-    room = max(len(end) for *_, end in mistakes) + 2  # for the number, "(12)" after a space
-    shorter = shorten_names(names, NAME_WIDTH - room)
-    for row, (name, bracket, end) in zip(rows, mistakes, strict=True):
-        row["class"] = short[row["class"]]
-        row["mistaken for"] = shorter.get(name, name) + bracket + end
-
-
 def describe_metrics(
     metrics: Mapping[str, float], intervals: Mapping[str, Interval]
 ) -> list[dict[str, str]]:
@@ -303,79 +279,3 @@ def describe_metrics(
         }
         for name, (low, high) in intervals.items()
     ]
-
-
-def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
-    """Return a row for each class that has samples.
-
-    ``answers`` [3, samples] holds the label, the answer (-1 where it is NaN), and whether the label
-    is among the first five answers. ``recall``, ``top5`` and ``precision`` (the share of such
-    answers that are correct; empty where there are none) are fractions of 1.
-    """
-    labels, best, is_among_5 = answers
-
-    def by_class(classes: np.ndarray) -> np.ndarray:
-        return np.bincount(classes, minlength=len(names))
-
-    samples = by_class(labels)
-    right = by_class(labels[labels == best])
-    top5 = by_class(labels[is_among_5 > 0])
-    answered = by_class(best[best >= 0])
-    mistakes = _most_frequent_mistakes(names, answers[:2, labels != best])
-    rows = []
-    for label in np.flatnonzero(samples).tolist():
-        # Empty where the class is never answered: 0 / 0.
-        precision = f"{right[label] / answered[label]:.4f}" if answered[label] else ""
-        row = {
-            "label": label,
-            "class": names[label],
-            "samples": int(samples[label]),
-            "recall": f"{right[label] / samples[label]:.4f}",
-            "top5": f"{top5[label] / samples[label]:.4f}",
-            "precision": precision,
-            "mistaken for": mistakes.get(label, ""),
-        }
-        rows.append(row)
-    return rows
-
-
-def _most_frequent_mistakes(names: Sequence[str], wrong: np.ndarray) -> dict[int, str]:
-    """Return by label its most frequent wrong answer, and how often, from [labels, answers]."""
-    named = [*names, "NaN"]  # answer -1 is the last
-    pairs, counts = np.unique(wrong, axis=1, return_counts=True)
-    mistakes = {}
-    for index in np.argsort(-counts, kind="stable"):
-        label, answer = pairs[:, index]
-        mistakes.setdefault(int(label), f"{named[answer]} ({counts[index]})")
-    return mistakes
-
-
-def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> None:
-    """Draw which share of each class's images is taken for which class.
-
-    ``answers``: as in `describe_classes`.
-    """
-    count = len(names)
-    samples = np.bincount(answers[0], minlength=count)
-    # Those without an answer (NaN) are no column, but count in the share.
-    labels, best, _ = answers[:, answers[1] >= 0]
-    confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
-    # A class without samples has a row of zeros.
-    shares = confusion / np.maximum(samples, 1)[:, None]
-    is_named = count <= NAMED_CLASSES
-    short = shorten_names(names, DRAWN_NAME)
-    shown = [short[name] for name in names]
-    side = max(5.0, min(14.0, 0.35 * count))
-    # inches of the longest name at 10 points
-    room = 0.085 * max(map(len, shown)) if is_named else 0
-    figure, axes = build_figure(side + room + 1.5, side + room)  # with the bar of colours
-    axes.grid(False)
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, label="share of the class's images")
-    title = f"Confusion matrix, {samples.sum():,} images"
-    label = "" if is_named else " (label in classes.csv)"
-    axes.set(xlabel=f"predicted{label}", ylabel=f"true class{label}", title=title)
-    if is_named:
-        axes.set_xticks(range(count), shown, rotation=90, parse_math=False)  # "$" is no formula
-        axes.set_yticks(range(count), shown, parse_math=False)
-    save_figure(figure, path)

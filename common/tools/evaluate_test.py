@@ -28,7 +28,7 @@ from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
-from common.tools import evaluate, export, predict
+from common.tools import confusion_picture, evaluate, export, predict
 
 
 def read(run: Path) -> dict:
@@ -117,7 +117,9 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     logits = timm_logits(run, pictures)
     answers = logits.argmax(1)
 
-    with mock.patch.object(evaluate, "save_figure", wraps=evaluate.save_figure) as saved:
+    with mock.patch.object(
+        confusion_picture, "save_figure", wraps=confusion_picture.save_figure
+    ) as saved:
         evaluate_run(run)
     shares = saved.call_args[0][0].axes[0].images[0].get_array()
     np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))

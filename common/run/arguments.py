@@ -1,0 +1,141 @@
+"""The command line of a train.py."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.resume import AUTO, NEVER
+from common.config.schema import describe_keys, find_key
+from common.errors import UserError, at_least_1, command_parser
+from common.launch.detect import add_launch_arguments
+from common.metrics import batch_finder, lr_finder
+from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
+from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments
+
+
+def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
+    """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
+    parser = _build_parser(description)
+    args = parser.parse_args(argv)
+    if args.help_config is not None:
+        print(describe_keys(args.help_config, shutil.get_terminal_size().columns))
+        sys.exit(0)
+    # Not argparse's `required`, which --help-config would need too.
+    if args.config is None:
+        raise UserError("--config is missing: a config file, or the name of a recipe in configs/")
+    # A misspelt key would allow nothing, and be noticed only once the run is refused.
+    for key in args.allow_change:
+        find_key(key)
+    args.measures = args.find_lr or args.find_batch or args.profile
+    if args.measures and args.resume != AUTO:
+        raise UserError(
+            f"--resume {args.resume}: --find-lr, --find-batch and --profile do not resume; omit "
+            "it, or use --init for its weights"
+        )
+    for name in ("gpus", *CLUSTER_FLAGS):
+        if getattr(args, name) != parser.get_default(name) and not args.dry_run:
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --dry-run")
+    return args
+
+
+def _build_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = command_parser(description)
+    parser.add_argument("--config", help="a config file, or the name of a recipe in configs/")
+    parser.add_argument(
+        "--help-config",
+        nargs="?",
+        const="",  # all keys
+        metavar="KEY",
+        help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the config",
+    )
+    parser.add_argument(
+        "--output", help="folder of the run (default: outputs/<name of the config>)"
+    )
+    parser.add_argument(
+        "--resume",
+        default=AUTO,
+        metavar="never|PATH",
+        help="default: resume from the newest checkpoint in the output folder; "
+        f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from "
+        "the newest of that run; with --output DIR, as a branch in DIR",
+    )
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this key has changed",
+    )
+    parser.add_argument(
+        "--init",
+        metavar="SOURCE",
+        help=(
+            "start from the weights of a run, a file, a timm model or a Hub model (see "
+            "--help-config INIT)"
+        ),
+    )
+    parser.add_argument("--classes", metavar="FILE", help=f"of --init: {CLASSES_HELP}")
+    parser.add_argument("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
+    _add_alternatives(parser)
+    parser.add_argument(
+        # Of the commands of Colossal-AI's benchmark and AMP example.
+        "--from_torch",
+        "--use_trainer",
+        action="store_true",
+        help="accepted for compatibility; no effect",
+    )
+    add_cluster_arguments(parser)
+    add_launch_arguments(parser)
+    return parser
+
+
+def _add_alternatives(parser: argparse.ArgumentParser) -> None:
+    """Add what a run does in place of training."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
+    )
+    parser.add_argument(
+        "--gpus", type=at_least_1, help="with --dry-run: plan for N GPUs and compare parallel modes"
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--find-lr",
+        type=at_least_1,
+        nargs="?",
+        const=lr_finder.STEPS,
+        metavar="STEPS",
+        help="run a learning-rate range test instead of training (default: "
+        f"{lr_finder.STEPS} steps)",
+    )
+    instead.add_argument(
+        "--find-batch",
+        type=at_least_1,
+        nargs="?",
+        const=batch_finder.STEPS,
+        metavar="STEPS",
+        help="measure how large a batch pays instead of training (default: "
+        f"{batch_finder.STEPS} steps)",
+    )
+    instead.add_argument(
+        "--profile",
+        type=at_least_1,
+        metavar="STEPS",
+        help="record STEPS steps with torch.profiler instead of training",
+    )
+
+
+def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
+    """Return the folder of the run."""
+    name = args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem
+    return Path(os.path.expanduser(name)).resolve()  # pathlib's fails for a user without a home

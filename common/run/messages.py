@@ -1,0 +1,96 @@
+"""What a run prints when it starts, and ``--dry-run``."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkpoint.content import read_about
+from common.errors import UserError
+from common.planner.cluster import DECODE, cluster_here, parse_cluster
+from common.planner.dry_run import describe_options, print_dry_run
+from common.run.checks import Prepared, check_init
+from common.run.reading_order import choose_order
+from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes, spare_classes
+from common.task import Task, named_root
+from common.text import print_wrapped
+
+
+def print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
+    """Do what --dry-run asks for."""
+    config, plan, data, _ = prepared
+    notes = {"weights": check_init(config, args, data)}
+    if data:
+        notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared).why}
+    elif named_root(config):
+        why = "not on this machine"
+        if config["DATA"]["download"]:
+            why = "not read, as DATA.download may write to it"
+        notes["data"] = f"{named_root(config)} is {why}: times assume {task.train_samples:,} images"
+    cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
+    is_compared = args.gpus is not None
+    print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
+
+
+def announce(name: str, prepared: Prepared, reading: str, instead: str, sides: str) -> None:
+    """Print what starts, and warn of what may not be meant."""
+    config, plan, data, precision = prepared
+    assert data is not None
+    for warning in (
+        explain_cpu(config, plan.total_batch, plan.gpus),
+        explain_cudnn(),
+        torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
+        spare_classes(config, data),
+        precision.warning,
+    ):
+        if warning:
+            print_wrapped(warning, is_warning=True)
+    root = config["DATA"]["root"]
+    ignored = os.environ.get("DATA")
+    is_ignored = ignored and Path(os.path.expanduser(ignored)).resolve() != Path(root)
+    schedule = f"{plan.warmup_steps:,} steps of warm-up, then {config['LR_SCHEDULE']}"
+    lines = [
+        instead,
+        f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
+        f"{data.num_classes} classes",
+        data.validation and f"validation: {data.validation}",
+        sides,
+        is_ignored
+        and f"DATA={ignored} in the environment is not used, because the config sets "
+        f"DATA.root={root}",
+        f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
+        f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
+        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {schedule} "
+        f"to {config['MIN_LR']:g}",
+        *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
+        reading and f"reading {reading}",
+        precision.note,
+    ]
+    for line in filter(None, lines):
+        print_wrapped(line)
+
+
+def describe_sides(origin: Any, now: Any) -> str:
+    """Return what is known of validation images that the run or checkpoint ``origin`` trained on.
+
+    "" for the same data set, one of other classes, and one with its own validation images. A run's
+    record has no names of images, but the rule by which they were held out.
+    """
+    try:
+        then = read_about(Path(origin))["data"]
+    except (UserError, TypeError):  # weights from elsewhere, or none
+        return ""
+    is_same = then["fingerprint"] == now.fingerprint
+    if is_same or not now.held_out or {*then["class_names"]}.isdisjoint(now.class_names):
+        return ""
+    if "name" in now.held_out and now.held_out == then.get("held_out"):
+        return (
+            f"held out: {now.held_out}, as in {origin}: images keep their sides, but one in each "
+            "class of a few may have moved"
+        )
+    return (
+        f"warning: {origin} may have been trained on up to {now.eval_samples:,} of the "
+        f"{now.eval_samples:,} validation images, which it held out in another way"
+    )

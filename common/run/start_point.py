@@ -1,0 +1,93 @@
+"""Where a run begins: at step 0, at a checkpoint, or not at all."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_trainer_state
+from common.checkpoint.resume import (
+    AUTO,
+    NEVER,
+    check_changes,
+    check_data,
+    choose_checkpoint,
+    finished_step,
+)
+from common.checkpoint.save import find_best
+from common.errors import UserError
+from common.locks import lock_folder, unlock_folder
+from common.run.checks import Prepared, check_init
+from common.run.run import describe_best, read_records
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Where a run begins: at a checkpoint, or at step 0 without one."""
+
+    checkpoint: Path | None = None
+    finished: str = ""  # why there is nothing to train
+
+
+def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> StartPoint:
+    """Lock ``output``, and find where the run into it begins.
+
+    The lock stays until the run ends, or is released here where there is nothing to train. Raises
+    `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint
+    whose replacement was interrupted is put back.
+    """
+    config, plan, data, _ = prepared
+    is_new = not (output / CONFIG).exists()
+    # This goes before the lock, which creates the folder.
+    if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
+        check_init(config, args, data)
+    lock_folder(output)  # Another run might remove the checkpoints that are read below.
+    # A measurement starts at step 0, whatever the folder holds.
+    if args.measures:
+        return StartPoint()
+    path = choose_checkpoint(args.resume, output)
+    if path is None:
+        if not is_new:
+            _refuse_finished_record(output)
+        return StartPoint()
+    check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
+    check_changes(path, config, output, args.allow_change)
+    longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+    # A branch begins at another run's checkpoint, after which that run may have ended.
+    is_branch = not path.is_relative_to(output)
+    patience = config["PATIENCE"]
+    finished = None if is_branch else finished_step(path, plan.last_step, patience)
+    if finished is not None:
+        unlock_folder(output)
+        limit = longer if finished >= plan.last_step else "PATIENCE"
+        remedy = f"--set {limit}=N (now {config[limit]})"
+        return StartPoint(path, _describe_finished(output, finished, config["BEST"], remedy))
+    step = read_trainer_state(path)["trainer"]["step"]
+    # a branch has to have a step of its own
+    if step + is_branch > plan.last_step:
+        raise UserError(
+            f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
+            "raise it"
+        )
+    return StartPoint(path)
+
+
+def _describe_finished(output: Path, step: int, metric: str, remedy: str) -> str:
+    """Return why nothing is trained in the folder of a finished run."""
+    evaluations = read_records(output, "eval")
+    top1 = f"{evaluations[-1]['top1']:.4f}" if evaluations else "?"
+    best = find_best(output, evaluations)
+    known = f", best {describe_best(best, metric)}" if best else ""
+    return (
+        f"{output}: this run is finished, at step {step} with top1={top1}{known}; "
+        f"nothing was trained. Extend it with {remedy}, or start another with --output DIR"
+    )
+
+
+def _refuse_finished_record(output: Path) -> None:
+    """Raise `UserError` for a run without checkpoints whose last step was evaluated."""
+    last_step = read_about(output, ConfigFile)["plan"]["last_step"]
+    if any(record["step"] >= last_step for record in read_records(output, "eval")):
+        raise UserError(
+            f"{output} holds a finished run without checkpoints, whose record would be "
+            "overwritten; choose another --output, or remove it"
+        )

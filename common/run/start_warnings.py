@@ -1,0 +1,116 @@
+"""What a run warns of when it starts, and how it explains that memory is full."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.config.plan import DataSummary, Plan
+from common.model.flops import peak_images_per_s
+from common.planner.cluster import Cluster, cluster_here
+from common.planner.prediction import Planner
+from common.text import describe_bytes, first_line
+
+RIGHT_CUDNN = 91_501  # 9.15.1
+
+
+def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
+    """Return a warning where training is slow without a GPU, with the least time of a step."""
+    if torch.cuda.is_available():
+        return ""
+    model = config["MODEL"]
+    why = ""
+    # With an empty CUDA_VISIBLE_DEVICES the user has asked for the CPU.
+    if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        why = (
+            f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements "
+            "in README.md"
+        )
+    seconds = total_batch / peak_images_per_s(
+        model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"]
+    )
+    # A step that is quick even here needs no warning.
+    if seconds < 1:
+        return why and f"warning: training on the CPU{why}"
+    return (
+        f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least "
+        f"{seconds:,.0f} s"
+    )
+
+
+def explain_cudnn() -> str:
+    """Return a warning about the cuDNN that is loaded on a GPU, if it is too old; else ""."""
+    try:
+        loaded = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    except RuntimeError as error:
+        # It is older than that of torch's build.
+        return f"warning: attention may be wrong: {first_line(error)}"
+    if loaded is None or loaded >= RIGHT_CUDNN:
+        return ""
+    return (
+        f"warning: cuDNN {loaded // 10_000}.{loaded // 100 % 100}.{loaded % 100} is loaded, which "
+        "computes attention wrongly at lengths that are no multiple of 128 (fixed in 9.15.1): take "
+        "its folder out of LD_LIBRARY_PATH, or set TORCH_CUDNN_SDPA_DEPRIORITIZED=1"
+    )
+
+
+def explain_sizes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> str:
+    """Return a warning of the first size of IMAGE_SIZES that is not expected to fit; else "".
+
+    Its error would come when its epochs begin, perhaps after hours.
+    """
+    if not config["IMAGE_SIZES"]:
+        return ""
+    planner = Planner(config, plan, cluster)
+    begin = 0
+    for each in plan.resolutions:
+        step = each.micro_batch, each.accumulation, each.image_size
+        prediction = planner.predict(config, *step)
+        if not prediction.fits:
+            need = describe_bytes(prediction.estimate.peak)
+            return (
+                f"warning: from epoch {begin + 1} on, {each.micro_batch} images of "
+                f"{each.image_size} pixels are expected to take {need}, too much for a GPU with "
+                f"{describe_bytes(cluster.memory)}: lower MICRO_BATCH_SIZE, or what IMAGE_SIZES has"
+            )
+        begin = each.end
+    return ""
+
+
+def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
+    """Return a warning where the head has more classes than the data set.
+
+    It may be that of INIT's weights, which is kept.
+    """
+    classes = config["MODEL"]["num_classes"]
+    if config["INIT"] or classes == data.num_classes:
+        return ""
+    return (
+        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} "
+        "classes; None takes as many as it has"
+    )
+
+
+def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Plan) -> str:
+    """Return a line with the largest smaller MICRO_BATCH_SIZE that the planner expects to fit."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    samples = plan.micro_batch * plan.accumulation
+    # The global batch stays, cut into more micro-batches.
+    smaller = range(plan.micro_batch - 1, 0, -1)
+    fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
+    remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
+    # It is the last size tried where none fits.
+    if fitting and fitting.fits:
+        remedy = (
+            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
+            f"gradient_accumulation={fitting.accumulation} is expected to fit, with the same batch"
+        )
+    if any(each.micro_batch > plan.micro_batch for each in plan.resolutions):
+        remedy = f"lower those in IMAGE_SIZES; or {remedy}"
+    return (
+        f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} "
+        f"({first_line(error)})"
+    )

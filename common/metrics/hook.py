@@ -37,16 +37,15 @@ class MetricsHook(BaseHook):
         folder: Path,
         *,
         every: int,
-        tensorboard: bool,
-        trackers: Sequence[str],
         is_main: bool,
         peak_samples_per_s: Mapping[int, float],
         start: int = 0,
+        **logging: Any,
     ):
         """Open the loggers on rank 0, where ``is_main``.
 
         ``every``: steps between two train records; ``start``: optimizer steps completed before;
-        ``peak_samples_per_s``: by image size.
+        ``peak_samples_per_s``: by image size; ``logging``: as of `open_loggers`.
         """
         super().__init__(priority=0)
         self.plan = plan
@@ -54,9 +53,7 @@ class MetricsHook(BaseHook):
         self.peak_samples_per_s = peak_samples_per_s
         self.loggers = {}
         if is_main:
-            self.loggers = open_loggers(
-                folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers
-            )
+            self.loggers = open_loggers(folder, start, plan.last_step, **logging)
 
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)

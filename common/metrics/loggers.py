@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import own_file, read_text
-from common.metrics.curves import Curves, read_config
+from common.metrics.curves import Curves
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
 from common.process import set_variable
 from common.text import did_you_mean, printable
@@ -24,18 +24,25 @@ PROGRESS_BAR = "progress bar"  # its key in what `open_loggers` returns
 
 
 def open_loggers(
-    folder: Path, start: int, total_steps: int, *, tensorboard: bool, trackers: Iterable[str]
+    folder: Path,
+    start: int,
+    total_steps: int,
+    *,
+    tensorboard: bool,
+    trackers: Iterable[str],
+    best: str = "top1",
 ) -> dict[str, "Guarded"]:
     """Return the loggers of a run by name.
 
-    ``folder`` contains config.json; ``start``: optimizer steps completed before.
+    ``folder`` contains config.json; ``start``: optimizer steps completed before; ``best``: the
+    config's BEST.
     """
     builders: dict[str, Callable[..., Any]] = {"metrics.jsonl": JsonLines, "curves": Curves}
     if tensorboard:
         builders["tensorboard"] = TensorBoard
     for name in trackers:
         builders[name] = LOGGERS[name]
-    builders[PROGRESS_BAR] = ProgressBar  # built last: it starts its clock
+    builders[PROGRESS_BAR] = partial(ProgressBar, best=best)  # built last: it starts its clock
     return {
         name: Guarded(name, partial(build, folder, start, total_steps))
         for name, build in builders.items()
@@ -200,11 +207,11 @@ class ProgressBar:
     """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
 
     On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and
-    at the end. Each evaluation prints a line of its own, with the metric of BEST.
+    at the end. Each evaluation prints a line of its own, with the metric ``best``.
     """
 
-    def __init__(self, folder: Path, start: int, total_steps: int):
-        self.folder = folder
+    def __init__(self, folder: Path, start: int, total_steps: int, best: str = "top1"):
+        self.best = best
         # tqdm's own lock is shared with forked processes, and a killed one may never release it
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
@@ -227,8 +234,7 @@ class ProgressBar:
                 self._show("skipped", f"{metrics['skipped']}")
         else:
             self._show("top1", f"{metrics['top1']:.3f}")
-            best = read_config(self.folder).get("BEST", "top1")
-            names = dict.fromkeys(["top1", "top5", "loss", best])
+            names = dict.fromkeys(["top1", "top5", "loss", self.best])
             figures = ", ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
             with suppress(OSError):  # standard output is closed
                 self.bar.write(

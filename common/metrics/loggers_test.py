@@ -108,11 +108,10 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
 
 def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loggers.sys.stderr, "isatty", lambda: True)
-    progress = ProgressBar(tmp_path, 7000, 28000)
+    progress = ProgressBar(tmp_path, 7000, 28000, best="auroc")
     progress.bar.dynamic_ncols = lambda file: (80, 24)
     progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
     progress(EVAL)
-    (tmp_path / "config.json").write_text('{"config": {"BEST": "auroc"}}')
     progress(EVAL | {"auroc": 0.75})
     line = "epoch 1: top1 0.2500, top5 0.5000, loss 1.5000"
     assert capsys.readouterr().out.split("\n")[:2] == [

@@ -108,6 +108,7 @@ class Run:
             every=log["every"],
             tensorboard=log["tensorboard"],
             trackers=log["trackers"],
+            best=config["BEST"],
         )
         ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(

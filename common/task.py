@@ -53,18 +53,25 @@ def find_task(name: str) -> Task:
     return importlib.import_module(TASKS[name]).TASK
 
 
-def named_root(config: Mapping[str, Any]) -> str:
+def named_root(data: Mapping[str, Any]) -> str:
     """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
     # A shell does not expand the ~ in --set DATA.root=~/images.
-    return os.path.expanduser(config["DATA"]["root"] or os.environ.get("DATA") or "")
+    return os.path.expanduser(data["root"] or os.environ.get("DATA") or "")
 
 
-def data_root(config: Mapping[str, Any], download: str = "") -> str:
+def ignored_root(root: str) -> str:
+    """Return the environment variable DATA where it names another folder than ``root``, or ""."""
+    named = os.environ.get("DATA", "")
+    is_ignored = named and Path(os.path.expanduser(named)).resolve() != Path(root)
+    return named if is_ignored else ""
+
+
+def data_root(data: Mapping[str, Any], download: str = "") -> str:
     """Return the data set's folder, as `named_root` does; refuse one that is not there.
 
     ``download`` names what DATA.download fetches in this task.
     """
-    root = named_root(config)
+    root = named_root(data)
     maker = "python scripts/prepare.py makes one"
     if download:
         maker = f"--set DATA.download=True fetches {download}"
@@ -75,7 +82,7 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
         )
     path = Path(root).resolve()
     # Empty: the file system may not be mounted.
-    if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
+    if not data["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"
         raise UserError(f"DATA.root={path} {state}: point it at a data set ({maker})")
     return str(path)

@@ -19,7 +19,6 @@ from common.shards import prepare
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
-from imagenet_dali.task import TASK
 from imagenet_dali.testing import run, train, write_config
 
 FOLDER = "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
@@ -116,8 +115,8 @@ def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):
     config["MODEL"]["num_classes"] = 10
     (tmp_path / "config.json").write_text(json.dumps({"config": config}, default=str))
     now = load_config("quickstart")
-    choose_split(Namespace(output=tmp_path, resume="auto", config=""), now, TASK)
-    assert now["DATA"]["split"] == "counted"
+    args = Namespace(output=tmp_path, resume="auto", config="")
+    assert choose_split(args, now) == "counted"
 
 
 @pytest.mark.slow

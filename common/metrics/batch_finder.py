@@ -1,7 +1,6 @@
 """How large a batch pays, by the gradient noise scale of the first steps: ``--find-batch``."""
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.config.plan import Plan
@@ -14,7 +13,6 @@ STEPS = 300
 BATCHES = [2**power for power in range(4, 16)]  # 16 to 32,768
 
 
-@dataclass(eq=False)
 class BatchFinder(Measurement):
     """Take the first steps of a training, and measure the noise scale in each.
 
@@ -24,9 +22,7 @@ class BatchFinder(Measurement):
     """
 
     writes = "find_batch.csv"
-
-    plan: Plan  # of the training that the config describes, not of this measurement
-    rows: list[dict[str, float]] = field(default_factory=list)
+    phase = -1
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
         super().after_train_iter(trainer)

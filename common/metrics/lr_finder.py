@@ -37,7 +37,6 @@ class LearningRateFinder(Measurement):
 
     def before_train(self, trainer: Trainer) -> None:
         super().before_train(trainer)
-        self.rows: list[dict[str, float]] = []
         # The test sets the rates itself.
         trainer.engine.lr_scheduler = None
         # the groups' rates differ by layer decay; "lr" may be a warm-up's

@@ -1,29 +1,42 @@
 """What a run does in place of training, with ``--find-lr``, ``--find-batch`` or ``--profile``."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook
 from common.metrics.loggers import ProgressBar
 
 
-@dataclass(eq=False)
 class Measurement(BaseHook):
     """Take ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
 
     writes = ""
+    phase = 0  # whose size all images have: losses and times of several are not comparable
 
-    folder: Path
-    total_steps: int
-    is_main: bool
-
-    def __post_init__(self):
+    def __init__(self, folder: Path, total_steps: int, is_main: bool):
         super().__init__(priority=0)
+        self.folder = folder
+        self.total_steps = total_steps
+        self.is_main = is_main
+        self.rows: list[dict[str, float]] = []  # of the table that it writes
         self.announcement = (
-            f"{self.total_steps} steps instead of training; nothing is saved but {self.writes} in "
-            f"{self.folder}"
+            f"{total_steps} steps instead of training; nothing is saved but {self.writes} in "
+            f"{folder}"
+        )
+
+    def limit(self, plan: Plan) -> Plan:
+        """Return ``plan``, of the training, with these steps, in as many epochs as they need."""
+        self.plan = plan
+        steps = self.total_steps
+        return replace(
+            plan,
+            epochs=steps,
+            last_step=steps,
+            total_steps=max(steps, plan.total_steps),
+            resolutions=(replace(plan.resolutions[self.phase], end=steps),),
         )
 
     def before_train(self, trainer: Trainer) -> None:

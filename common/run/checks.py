@@ -10,8 +10,9 @@ import torch
 
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import load_pretrained
+from common.config.class_weights import class_weights
 from common.config.plan import DataSummary, Plan
-from common.engine.amp import MixedPrecision, build_mixed_precision
+from common.engine.amp import MixedPrecision
 from common.engine.tensor_parallel.layout import check_tensor_parallel
 from common.errors import UserError
 from common.hardware import memory_bytes
@@ -31,10 +32,66 @@ class Prepared(NamedTuple):
     precision: MixedPrecision  # what ``fp16`` means on this machine
 
 
-def check_init(
-    config: Mapping[str, Any], args: argparse.Namespace, data: DataSummary | None
-) -> str:
+def _check_memory(run: Prepared) -> None:
+    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory
+    check_limits(run.config, run.plan, on_gpu or memory_bytes())
+
+
+def _check_sync_bn(run: Prepared) -> None:
+    if run.config["MODEL"].get("sync_bn") and not torch.cuda.is_available():
+        raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
+
+
+def _check_resolutions(run: Prepared) -> None:
+    model = run.config["MODEL"]
+    for resolution in run.plan.resolutions:
+        flops_per_image(model, image_size=resolution.image_size)  # refuses what it does not take
+        check_tensor_parallel(run.config["parallel"], model, resolution.micro_batch)
+        if resolution.micro_batch == 1:
+            _check_single_image(run, resolution.image_size)
+
+
+def _check_single_image(run: Prepared, size: int) -> None:
+    """Refuse what needs more than one image in a micro-batch."""
+    why = "a micro-batch is a single image; raise MICRO_BATCH_SIZE or TOTAL_BATCH_SIZE"
+    config = run.config
+    for key in ("MIXUP", "CUTMIX"):
+        if config[key]:
+            raise UserError(f"{key}={config[key]}: {why}, or add --set {key}=0")
+    model = config["MODEL"]
+    # The statistics are those of all GPUs' images.
+    if model.get("sync_bn") and run.plan.data_parallel > 1:
+        return
+    # Batch norms refuse a single value per channel. Only running the model tells.
+    images = torch.empty(1, 3, size, size, device="meta")
+    try:
+        build_on_meta(model, config["FREEZE"]).train()(images)
+    except ValueError as error:
+        raise UserError(f"MODEL.timm={model['timm']}: {why} ({first_line(error)})") from error
+
+
+def _check_classes(run: Prepared) -> None:
+    if run.data:
+        class_weights(run.config, run.data.class_counts)  # refuses a list of another length
+    classes = run.config["MODEL"]["num_classes"]
+    if run.config["BEST"] == "auroc" and classes not in (None, 2):
+        raise UserError(
+            f"BEST='auroc': of two classes only, these are {classes}; set it to mean_recall or "
+            "macro_f1"
+        )
+
+
+def _check_trackers(run: Prepared) -> None:
+    check_trackers(run.config["LOG"]["trackers"])
+
+
+MACHINE_CHECKS = (_check_memory, _check_sync_bn)
+CHECKS = (_check_classes, _check_resolutions, _check_trackers)
+
+
+def check_init(args: argparse.Namespace, run: Prepared) -> str:
     """Refuse INIT's weights that do not fit, or fine-tuning without; return what loading says."""
+    config, data = run.config, run.data
     classes = args.classes or args.class_order
     if not config["INIT"]:
         if classes:
@@ -65,45 +122,3 @@ def _check_random_start(config: Mapping[str, Any], name: str) -> None:
                 f"{setting} without INIT starts from random weights: add --init SOURCE, or for a "
                 "model of timm's --set MODEL.pretrained=True"
             )
-
-
-def check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
-    """Refuse what memory, sharding or trackers would refuse later; return the mixed precision."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # A dry run may be for another machine.
-    if not is_dry_run:
-        on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
-        check_limits(config, plan, on_gpu or memory_bytes())
-    model = config["MODEL"]
-    if model.get("sync_bn") and device == "cpu" and not is_dry_run:
-        raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
-    for resolution in plan.resolutions:
-        flops_per_image(model, image_size=resolution.image_size)  # refuses what it does not take
-        check_tensor_parallel(config["parallel"], model, resolution.micro_batch)
-        if resolution.micro_batch == 1:
-            _check_single_image(config, plan, resolution.image_size)
-    if config["BEST"] == "auroc" and model["num_classes"] not in (None, 2):
-        raise UserError(
-            f"BEST='auroc': of two classes only, these are {model['num_classes']}; set it to "
-            "mean_recall or macro_f1"
-        )
-    check_trackers(config["LOG"]["trackers"])
-    return build_mixed_precision(config["fp16"], device)
-
-
-def _check_single_image(config: Mapping[str, Any], plan: Plan, size: int) -> None:
-    """Refuse what needs more than one image in a micro-batch."""
-    why = "a micro-batch is a single image; raise MICRO_BATCH_SIZE or TOTAL_BATCH_SIZE"
-    for key in ("MIXUP", "CUTMIX"):
-        if config[key]:
-            raise UserError(f"{key}={config[key]}: {why}, or add --set {key}=0")
-    model = config["MODEL"]
-    # The statistics are those of all GPUs' images.
-    if model.get("sync_bn") and plan.data_parallel > 1:
-        return
-    # Batch norms refuse a single value per channel. Only running the model tells.
-    images = torch.empty(1, 3, size, size, device="meta")
-    try:
-        build_on_meta(model, config["FREEZE"]).train()(images)
-    except ValueError as error:
-        raise UserError(f"MODEL.timm={model['timm']}: {why} ({first_line(error)})") from error

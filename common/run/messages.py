@@ -1,7 +1,6 @@
 """What a run prints when it starts, and ``--dry-run``."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +13,62 @@ from common.planner.dry_run import describe_options, print_dry_run
 from common.run.checks import Prepared, check_init
 from common.run.reading_order import choose_order
 from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes, spare_classes
-from common.task import Task, named_root
+from common.task import Task, ignored_root, named_root
 from common.text import print_wrapped
 
 
 def print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
     """Do what --dry-run asks for."""
-    config, plan, data, _ = prepared
-    notes = {"weights": check_init(config, args, data)}
+    config, data = prepared.config, prepared.data
+    root = named_root(config["DATA"])
+    notes = {"weights": check_init(args, prepared)}
     if data:
-        notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared).why}
-    elif named_root(config):
+        notes |= {"classes": spare_classes(prepared), "reading": choose_order(prepared).why}
+    elif root:
         why = "not on this machine"
         if config["DATA"]["download"]:
             why = "not read, as DATA.download may write to it"
-        notes["data"] = f"{named_root(config)} is {why}: times assume {task.train_samples:,} images"
+        notes["data"] = f"{root} is {why}: times assume {task.train_samples:,} images"
     cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
-    is_compared = args.gpus is not None
-    print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
+    print_dry_run(
+        config,
+        prepared.plan,
+        data,
+        cluster,
+        notes,
+        task.train_samples,
+        is_compared=args.gpus is not None,
+    )
 
 
-def announce(name: str, prepared: Prepared, reading: str, instead: str, sides: str) -> None:
-    """Print what starts, and warn of what may not be meant."""
+def announce(
+    name: str, prepared: Prepared, origin: Path | None, reading: str, instead: str
+) -> None:
+    """Print what starts, and warn of what may not be meant.
+
+    ``origin``: the checkpoint to resume from. ``instead``: what runs instead of training.
+    """
     config, plan, data, precision = prepared
     assert data is not None
     for warning in (
         explain_cpu(config, plan.total_batch, plan.gpus),
         explain_cudnn(),
         torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
-        spare_classes(config, data),
+        spare_classes(prepared),
         precision.warning,
     ):
         if warning:
             print_wrapped(warning, is_warning=True)
     root = config["DATA"]["root"]
-    ignored = os.environ.get("DATA")
-    is_ignored = ignored and Path(os.path.expanduser(ignored)).resolve() != Path(root)
+    ignored = ignored_root(root)
     schedule = f"{plan.warmup_steps:,} steps of warm-up, then {config['LR_SCHEDULE']}"
     lines = [
         instead,
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
-        sides,
-        is_ignored
+        describe_sides(origin or config["INIT"], data),
+        ignored
         and f"DATA={ignored} in the environment is not used, because the config sets "
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",

@@ -4,22 +4,30 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
 from common.checkpoint.weights import resolve_source
-from common.config.class_weights import class_weights
 from common.config.load import load_config
-from common.config.plan import DataSummary, build_plan
-from common.engine.amp import name_dtype
+from common.config.plan import DataSummary, Plan, build_plan
+from common.engine.amp import build_mixed_precision, name_dtype
 from common.engine.noise_scale import UNMEASURED
 from common.errors import UserError
 from common.launch.detect import Launch
 from common.launchers import is_first_process
 from common.run.arguments import output_folder
-from common.run.checks import Prepared, check_builds
+from common.run.checks import CHECKS, MACHINE_CHECKS, Prepared
 from common.task import Task, data_root, named_root, refuse_unused
 from common.text import print_wrapped
+
+
+class Images(NamedTuple):
+    """Which images a run reads, and what is known of them."""
+
+    keys: dict[str, Any]  # the config's DATA, with the folder and the split of this run
+    summary: DataSummary | None
 
 
 def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepared:
@@ -28,69 +36,100 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError`
     for everything that would fail later.
     """
+    config = _read(args, task)
+    images = _find_images(args, config, task)
+    classes = _count_classes(config, images.summary)
+    plan = _plan(args, launch, config, images.summary)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = build_mixed_precision(config["fp16"], device)
+    source = config["INIT"]
+    if source:
+        # a path that another folder can read, or the whole name on the Hub
+        source = resolve_source(source, bool(config["MODEL"].get("pretrained")))
+    # The only change of the config: config.json has what was derived, too.
+    config |= {
+        "DATA": images.keys,
+        "MODEL": config["MODEL"] | {"num_classes": classes},
+        "INIT": source,
+        "TOTAL_BATCH_SIZE": plan.total_batch,
+        "gradient_accumulation": plan.accumulation,
+    }
+    plan = replace(plan, dtype=name_dtype(precision.dtype))
+    prepared = Prepared(config, plan, images.summary, precision)
+    # A dry run may be for another machine.
+    for check in CHECKS if args.dry_run else (*MACHINE_CHECKS, *CHECKS):
+        check(prepared)
+    return prepared
+
+
+def _read(args: argparse.Namespace, task: Task) -> dict[str, Any]:
+    """Return the config with the command line's settings."""
     # Flags that stand for a key become settings, so that they go through the same checks.
     settings = list(args.set)
     if args.init:
         settings.append(f"INIT={args.init!r}")
     if args.find_batch:
         settings.append("LOG.noise_scale=True")
-    config = load_config(args.config, settings, task.recipe)
-    gpus = launch.world_size
-    # a plan may be for more GPUs than there are processes
-    if args.dry_run and (args.gpus or launch.launcher == "single"):
-        gpus = args.gpus or args.world_size or config["GPUS"]
-    if task.download and not named_root(config) and not args.dry_run:
+    return load_config(args.config, settings, task.recipe)
+
+
+def _find_images(args: argparse.Namespace, config: Mapping[str, Any], task: Task) -> Images:
+    """Choose the folder and the split, and count what is there."""
+    keys = dict(config["DATA"])
+    root = named_root(keys)
+    if task.download and not root and not args.dry_run:
         # The config says so from here on: config.json and a resumed run name the folder.
-        config["DATA"] |= {"root": "data", "download": True}
+        root = "data"
+        keys |= {"root": root, "download": True}
         if is_first_process():
             print_wrapped(
                 f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it "
                 "is there"
             )
-    choose_split(args, config, task)
-    data = None
-    root = named_root(config)
+    if task.has_splits:
+        keys["split"] = choose_split(args, config)
+    else:  # it holds nothing out
+        refuse_unused(keys, ["split"])
     # a dry run reads the data if it is there, but downloads nothing
-    if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
-        config["DATA"]["root"] = data_root(config, task.download)
-        data = task.describe(config["DATA"])
-        # The checks below build the model.
-        config["MODEL"]["num_classes"] = _count_classes(config, data)
-        class_weights(config, data.class_counts)  # refuses a list of another length
+    is_there = root and Path(root).exists() and not keys["download"]
+    if args.dry_run and not is_there:
+        return Images(keys, None)
+    keys["root"] = data_root(keys, task.download)
+    return Images(keys, task.describe(keys))
+
+
+def choose_split(args: argparse.Namespace, config: Mapping[str, Any]) -> str | None:
+    """Return DATA.split, else that of the run which is resumed."""
+    split = config["DATA"]["split"]
+    # The run's own record goes first. A branch has none at its first start.
+    for folder in (output_folder(args, config), Path(args.resume)):
+        if split is None and (folder / CONFIG).is_file():
+            split = read_config(folder, read_about(folder, ConfigFile))["DATA"]["split"]
+    return split
+
+
+def _count_classes(config: Mapping[str, Any], data: DataSummary | None) -> int | None:
+    """Return the classes of the head: MODEL.num_classes, else the data set's."""
+    stated = config["MODEL"]["num_classes"]
+    # There may be more classes than the data set's: the head of INIT's weights is kept.
+    if data and stated and stated < data.num_classes:
+        raise UserError(
+            f"MODEL.num_classes={stated}: the data set has labels 0 to {data.num_classes - 1}; "
+            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
+        )
+    return stated or (data and data.num_classes)
+
+
+def _plan(
+    args: argparse.Namespace, launch: Launch, config: Mapping[str, Any], data: DataSummary | None
+) -> Plan:
+    """Return the plan for the processes of ``launch``, or the GPUs that a dry run is for."""
+    gpus = launch.world_size
+    # a plan may be for more GPUs than there are processes
+    if args.dry_run and (args.gpus or launch.launcher == "single"):
+        gpus = args.gpus or args.world_size or config["GPUS"]
     plan = build_plan(config, gpus, data)
     # The noise is measured between gradients of several micro-batches or ranks.
     if args.find_batch and plan.total_batch == plan.micro_batch:
         raise UserError(f"--find-batch: {UNMEASURED}")
-    # a path that another folder can read, or the whole name on the Hub
-    config["INIT"] = config["INIT"] and resolve_source(
-        config["INIT"], bool(config["MODEL"].get("pretrained"))
-    )
-    # config.json has what was derived, too
-    config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
-    precision = check_builds(config, plan, args.dry_run)
-    return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
-
-
-def _count_classes(config: Mapping[str, Any], data: DataSummary) -> int:
-    """Return the classes of the head: MODEL.num_classes, else the data set's."""
-    # There may be more classes than the data set's: the head of INIT's weights is kept.
-    classes = config["MODEL"]["num_classes"] or data.num_classes
-    if classes < data.num_classes:
-        raise UserError(
-            f"MODEL.num_classes={classes}: the data set has labels 0 to {data.num_classes - 1}; "
-            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
-        )
-    return classes
-
-
-def choose_split(args: argparse.Namespace, config: dict[str, Any], task: Task) -> None:
-    """Hold out the images that the run which is resumed did, unless DATA.split says how."""
-    data = config["DATA"]
-    # A task with splits of its own holds nothing out.
-    if not task.has_splits:
-        refuse_unused(data, ["split"])
-        return
-    # The run's own record goes first. A branch has none at its first start.
-    for folder in (output_folder(args, config), Path(args.resume)):
-        if data["split"] is None and (folder / CONFIG).is_file():
-            data["split"] = read_config(folder, read_about(folder, ConfigFile))["DATA"]["split"]
+    return plan

@@ -1,7 +1,7 @@
 """The order in which the training shards are read."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.checkpoint.content import read_about
 from common.config.plan import DataSummary
@@ -11,8 +11,7 @@ from common.run.checks import Prepared
 from common.text import describe_bytes
 
 
-@dataclass(frozen=True)
-class ReadingOrder:
+class ReadingOrder(NamedTuple):
     """The order in which the training shards are read, None without shards."""
 
     order: str | None = None
@@ -24,11 +23,11 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> ReadingO
 
     A resumed run keeps its order on any host.
     """
-    config, plan, data, _ = prepared
+    data = prepared.data
     if not data or not data.shard_bytes:
         return ReadingOrder()
     # Another order would show some images twice in the epoch that is resumed.
-    options = config["DATA"]
+    options = prepared.config["DATA"]
     saved = read_about(start_from)["plan"]["order"] if start_from else None
     if options["sampling"]:
         reading = ReadingOrder("random", "as DATA.sampling draws single images")
@@ -40,7 +39,7 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> ReadingO
         reading = _fit_order(data)
     if reading.order == "random":
         return ReadingOrder("random", f"in random order, {reading.why}")
-    window = window_bytes(1e6 * options["block"], options["window"], plan.data_parallel)
+    window = window_bytes(1e6 * options["block"], options["window"], prepared.plan.data_parallel)
     most = describe_bytes(min(data.shard_bytes, window))
     why = f"in blocks, {reading.why}; holding up to {most} of them per process"
     return ReadingOrder(reading.order, why)

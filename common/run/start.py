@@ -8,7 +8,6 @@ from typing import Any
 
 from common.checkpoint.resume import add_start, print_changes
 from common.config.fields import flatten
-from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank
 from common.engine.compiler import explain_compiler
 from common.engine.groups import shutdown
@@ -26,7 +25,7 @@ from common.process import at_end, set_variable
 from common.provenance import describe_run, package_versions
 from common.run.arguments import output_folder, parse_arguments
 from common.run.checks import Prepared
-from common.run.messages import announce, describe_sides, print_plan
+from common.run.messages import announce, print_plan
 from common.run.prepare import prepare_run
 from common.run.reading_order import choose_order
 from common.run.run import Run
@@ -34,6 +33,9 @@ from common.run.start_point import lock_and_find_start
 from common.run.start_warnings import explain_out_of_memory
 from common.task import Task
 from common.text import print_wrapped
+
+# what runs instead of training, by its flag
+MEASUREMENTS = {"find_lr": LearningRateFinder, "find_batch": BatchFinder, "profile": ProfilerHook}
 
 
 def start_run(argv: list[str], description: str | None, task: Task) -> Run | None:
@@ -52,11 +54,11 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             print_plan(args, prepared, task)
         return None
+
     _handle_signals_and_errors(launch, prepared)
     init_distributed(launch, prepared.config, shared_by_ranks(args, prepared))
     output = output_folder(args, prepared.config)
-    # A run that is refused leaves no empty folder.
-    at_end(remove_unused, output)
+    at_end(remove_unused, output)  # A run that is refused leaves no empty folder.
     # One rank reads and locks, so that all decide alike and no two read a changing folder.
     begin = ask_first_rank(lambda: lock_and_find_start(output, args, prepared))
     if begin.finished:
@@ -64,29 +66,20 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             print_wrapped(begin.finished)
         return None
+
     # Memory, by which the order is chosen, may differ between hosts.
     reading = ask_first_rank(lambda: choose_order(prepared, begin.checkpoint))
     plan = replace(prepared.plan, order=reading.order)
-    measurement = _build_measurement(args, output, is_main, plan)
+    measurement = _build_measurement(args, output, is_main)
     if measurement:
-        # It starts at the first step and takes as many epochs as it needs.
-        steps = measurement.total_steps
-        total = max(steps, plan.total_steps)
-        # At one size: losses and times of several are not comparable.
-        resolution = replace(plan.resolutions[-1 if args.find_batch else 0], end=steps)
-        plan = replace(
-            plan, epochs=steps, last_step=steps, total_steps=total, resolutions=(resolution,)
-        )
+        plan = measurement.limit(plan)
     prepared = prepared._replace(plan=plan)
-    # Every rank has the record: its hooks read the config in it.
-    about = _describe_start(args, argv, task, prepared)
-    if is_main and begin.checkpoint:
-        print_changes(about, begin.checkpoint)
-    about |= ask_first_rank(lambda: add_start(about, begin.checkpoint))
+    about = _describe_start(args, argv, task, prepared, begin.checkpoint)
     if is_main:
-        sides = describe_sides(begin.checkpoint or prepared.config["INIT"], prepared.data)
+        if begin.checkpoint:
+            print_changes(about, begin.checkpoint)
         instead = measurement.announcement if measurement else ""
-        announce(args.config, prepared, reading.why, instead, sides)
+        announce(args.config, prepared, begin.checkpoint, reading.why, instead)
     return Run(plan, output, is_main, about, begin.checkpoint, measurement)
 
 
@@ -94,7 +87,7 @@ def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
     """Stop on signals from now on, and explain errors of memory and compiler."""
     at_end(explain_errors)  # forgets them
     explain_errors(
-        lambda error: explain_out_of_memory(error, prepared.config, prepared.plan),
+        lambda error: explain_out_of_memory(error, prepared),
         explain_compiler,
     )
     # a launcher that is killed cannot pass a signal on
@@ -102,23 +95,23 @@ def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
     stop_signals.install(has_parent, progress, prepared.config["TIMEOUT"])
 
 
-def _build_measurement(
-    args: argparse.Namespace, output: Path, is_main: bool, plan: Plan
-) -> Measurement | None:
-    if args.find_lr:
-        return LearningRateFinder(output, args.find_lr, is_main)
-    if args.find_batch:
-        return BatchFinder(output, args.find_batch, is_main, plan)
-    if args.profile:
-        return ProfilerHook(output, args.profile, is_main)
+def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+    for flag, build in MEASUREMENTS.items():
+        steps = getattr(args, flag)
+        if steps:
+            return build(output, steps, is_main)
     return None
 
 
 def _describe_start(
-    args: argparse.Namespace, argv: list[str], task: Task, prepared: Prepared
+    args: argparse.Namespace,
+    argv: list[str],
+    task: Task,
+    prepared: Prepared,
+    checkpoint: Path | None,
 ) -> dict[str, Any]:
-    """Return the content of config.json, but for its list of starts."""
-    return {
+    """Return the content of config.json: on every rank, as its hooks read the config in it."""
+    about = {
         "name": Path(args.config).stem,
         "task": task.name,
         "config": prepared.config,
@@ -127,6 +120,7 @@ def _describe_start(
         "data": asdict(prepared.data),  # pyright: ignore[reportArgumentType]
         **describe_run(argv),
     }
+    return about | ask_first_rank(lambda: add_start(about, checkpoint))
 
 
 def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, str]:
@@ -134,7 +128,7 @@ def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, s
 
     The data may lie elsewhere on each node, which has its own number of workers.
     """
-    flags = ("world_size", "output", "resume", "allow_change", "find_lr", "find_batch", "profile")
+    flags = ("world_size", "output", "resume", "allow_change", *MEASUREMENTS)
     shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
     # Kernels of other versions round otherwise, and ranks would drift apart.
     shared |= package_versions()

@@ -1,8 +1,8 @@
 """Where a run begins: at step 0, at a checkpoint, or not at all."""
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_trainer_state
 from common.checkpoint.resume import (
@@ -20,8 +20,7 @@ from common.run.checks import Prepared, check_init
 from common.run.run import describe_best, read_records
 
 
-@dataclass(frozen=True)
-class StartPoint:
+class StartPoint(NamedTuple):
     """Where a run begins: at a checkpoint, or at step 0 without one."""
 
     checkpoint: Path | None = None
@@ -35,11 +34,11 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
     `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint
     whose replacement was interrupted is put back.
     """
-    config, plan, data, _ = prepared
+    config, plan = prepared.config, prepared.plan
     is_new = not (output / CONFIG).exists()
     # This goes before the lock, which creates the folder.
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
-        check_init(config, args, data)
+        check_init(args, prepared)
     lock_folder(output)  # Another run might remove the checkpoints that are read below.
     # A measurement starts at step 0, whatever the folder holds.
     if args.measures:
@@ -49,7 +48,7 @@ def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepar
         if not is_new:
             _refuse_finished_record(output)
         return StartPoint()
-    check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
+    check_data(path, prepared.data, args.allow_change)  # pyright: ignore[reportArgumentType]
     check_changes(path, config, output, args.allow_change)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
     # A branch begins at another run's checkpoint, after which that run may have ended.

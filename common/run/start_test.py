@@ -213,7 +213,7 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
 
 def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):
     def find(root, download=""):
-        return data_root({"DATA": {"root": root, "download": False}}, download)
+        return data_root({"root": root, "download": False}, download)
 
     with pytest.raises(UserError, match="DATA.root is not set: .*=True fetches Digits"):
         find(None, "Digits")

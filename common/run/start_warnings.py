@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from common.config.plan import DataSummary, Plan
+from common.config.plan import Plan
 from common.model.flops import peak_images_per_s
 from common.planner.cluster import Cluster, cluster_here
 from common.planner.prediction import Planner
+from common.run.checks import Prepared
 from common.text import describe_bytes, first_line
 
 RIGHT_CUDNN = 91_501  # 9.15.1
@@ -79,28 +80,31 @@ def explain_sizes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> st
     return ""
 
 
-def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
+def spare_classes(run: Prepared) -> str:
     """Return a warning where the head has more classes than the data set.
 
     It may be that of INIT's weights, which is kept.
     """
-    classes = config["MODEL"]["num_classes"]
-    if config["INIT"] or classes == data.num_classes:
+    classes = run.config["MODEL"]["num_classes"]
+    if run.data is None or run.config["INIT"] or classes == run.data.num_classes:
         return ""
     return (
-        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} "
+        f"warning: MODEL.num_classes={classes} is more than the data set's {run.data.num_classes} "
         "classes; None takes as many as it has"
     )
 
 
-def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Plan) -> str:
+def explain_out_of_memory(error: Exception, run: Prepared) -> str:
     """Return a line with the largest smaller MICRO_BATCH_SIZE that the planner expects to fit."""
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
+    plan = run.plan
     samples = plan.micro_batch * plan.accumulation
     # The global batch stays, cut into more micro-batches.
     smaller = range(plan.micro_batch - 1, 0, -1)
-    fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
+    fitting = Planner(run.config, plan, cluster_here()).predict_largest(
+        run.config, samples, smaller
+    )
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     # It is the last size tried where none fits.
     if fitting and fitting.fits:

@@ -95,7 +95,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def choose_images(run: SavedRun, task: Task, args: argparse.Namespace) -> bool:
     """Set which images ``run.config`` evaluates; return whether they are the run's own."""
     data = run.config["DATA"]
-    data["root"] = data_root(run.config, task.download)
+    data["root"] = data_root(data, task.download)
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
     # the folder that the run itself trained on has held-out images, whoever names it

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import own_file, read_text
-from common.metrics.curves import Curves
+from common.metrics.curves import Curves, read_config
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
 from common.process import set_variable
 from common.text import did_you_mean, printable

@@ -5,17 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.plan import DataSummary
-from common.data import image_loaders
 from common.data.download import extract, fetch
 from common.data.image_folder import list_classes, list_folders, split_by_class
 from common.data.image_split import FolderSplit
-from common.data.loader import Loader
 from common.errors import UserError
-from common.files import fingerprint_of
 from common.locks import folder_lock
 from common.process import at_end
-from common.task import Task, refuse_unused
+from common.task import image_task
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"
@@ -29,36 +25,7 @@ BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
 CATEGORIES = 101
 IMAGES = 8677  # 9,144 with the clutter
 TEST_SHARE = 0.2  # the data set has no split of its own
-
-
-def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, which is downloaded first if needed."""
-    refuse_unused(data, (*image_loaders.UNUSED, *image_loaders.SHARDS_ONLY, "loader"))
-    train = open_split(data, "train")
-    test = open_split(data, "test")
-    return DataSummary(
-        train_samples=len(train),
-        eval_samples=len(test),
-        num_classes=len(train.class_names),
-        fingerprint=fingerprint_of([train.fingerprint, test.fingerprint]),
-        class_names=train.class_names,
-        class_counts=train.class_counts,
-        validation=f"{TEST_SHARE:.0%} of each category, held out",
-    )
-
-
-def build_train_loader(
-    data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any
-) -> Loader:
-    """Return the loader of the training split; ``options`` are those of `image_loaders`."""
-    return image_loaders.build_train_loader(
-        open_split(data, "train"), data, total_batch, micro_batch, **options
-    )
-
-
-def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
-    """Return the loader of the test split; ``options`` are those of `image_loaders`."""
-    return image_loaders.build_eval_loader(open_split(data, "test"), data, batch, **options)
+VALIDATION = f"{TEST_SHARE:.0%} of each category, held out"
 
 
 def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
@@ -91,7 +58,7 @@ def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
     train, test = split_by_class(files, TEST_SHARE)
     return {
         "train": FolderSplit(folder, class_names, train),
-        "test": FolderSplit(folder, class_names, test),
+        "test": FolderSplit(folder, class_names, test, VALIDATION),
     }
 
 
@@ -109,15 +76,14 @@ def _unpack(root: Path, allow_download: bool) -> Path:
     return root / FOLDER
 
 
-TASK = Task(
-    name="caltech101_amp",
+TASK = image_task(
+    "caltech101_amp",
+    open_split,
     script="caltech101_amp/train.py",
     recipe="config_fp32",  # the original configs have no MODEL, which this fills in
     recipes=("config_",),
-    describe=describe_data,
-    build_eval_loader=build_eval_loader,
-    build_eval_crop=image_loaders.build_eval_crop,
     train_samples=6_941,  # assumed by a dry run without the data: 8,677 less a fifth
     download=DOWNLOAD,
-    loader="torchvision",
 )
+build_train_loader = TASK.build_train_loader
+build_eval_loader = TASK.build_eval_loader

@@ -50,7 +50,7 @@ def paths(split: FolderSplit) -> list[str]:
 
 def test_a_fifth_of_each_category_is_for_testing(root):
     train, test = open_at(root), open_at(root, "test")
-    data = task.describe_data({"root": str(root), "download": False})
+    data = task.TASK.describe({"root": str(root), "download": False})
     assert (data.class_names, data.validation) == (list(NAMES), "20% of each category, held out")
     # the same in every version of this project
     numbers = iter([21, 27, 39, 9, 17, 2, 26, 56, 19, 22, 31, 40])
@@ -62,7 +62,7 @@ def test_a_fifth_of_each_category_is_for_testing(root):
 def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     assert {task.URL, task.MD5} < {*Caltech101.download.__code__.co_consts}
     with pytest.raises(UserError, match="DATA.window=9 has no effect"):
-        task.describe_data({"window": 9})
+        task.TASK.describe({"window": 9})
     roots = [root, root / task.FOLDER, tmp_path]
     roots += [tmp_path / name for name in ("tar", "zip", "torchvision")]
     outer = tmp_path / "outer"

@@ -183,6 +183,7 @@ TASK = Task(
     recipe="vit_lite_vanilla",
     recipes=("vit_lite",),
     describe=describe_data,
+    build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
     build_eval_crop=build_eval_crop,
     train_samples=50_000,  # assumed by a dry run without the data

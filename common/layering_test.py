@@ -2,13 +2,17 @@
 
 import ast
 import re
+import tomllib
+from configparser import ConfigParser
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
+from common import task
 from common.files import ROOT
 
-TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
+TASKS = {path.parent.name for path in ROOT.glob("*/task.py")} - {"common"}
 FILES = sorted(
     path for package in TASKS | {"common", "configs"} for path in (ROOT / package).rglob("*.py")
 )
@@ -39,7 +43,7 @@ ROOMS = {
     "planner": "training model optim config engine",
     "task": "data config",
     "tools": "task checkpoint metrics data model launch config engine",
-    "run": "task planner checkpoint metrics data model launch config engine",
+    "run": "task planner checkpoint metrics data model launch config optim engine",
     "colossal": "config engine",
 }
 ROOMS = {room: set(imported.split()) for room, imported in ROOMS.items()}
@@ -85,22 +89,56 @@ def test_imports(path):
     )
 
 
-def test_the_training_scripts_differ_by_their_task_only():
-    """What the tests of one task show of its script holds for all."""
-    scripts = [ROOT / name for name in ("caltech101_amp/train.py", "cifar10_benchmark/train.py")]
-    bodies = [
-        ast.unparse(ast.parse(path.read_text()))
-        for path in [*scripts, ROOT / "imagenet_dali/train_dali.py"]
+def training_sequence(path: Path) -> str:
+    """Return the statements of a script's training, without what makes the task."""
+    functions = [
+        ast.unparse(node)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
     ]
-    assert (
-        len(
-            {
-                body.partition("config, plan =")[2].replace("order=plan.order, ", "")
-                for body in bodies
-            }
-        )
-        == 1
-    )
+    (function,) = [text for text in functions if "start_run(" in text]
+    _, start, body = function.partition("config, plan =")
+    return start + body.replace("task.build_", "build_").replace("order=plan.order, ", "")
+
+
+# imagenet_dali/train.py starts another script's main.
+SCRIPTS = [
+    path
+    for folder in sorted(TASKS)
+    for path in sorted((ROOT / folder).glob("train*.py"))
+    if not path.name.endswith("_test.py") and " import main\n" not in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_training_script_differs_from_the_function_by_its_task_only(path):
+    """What the tests of one task show of its script holds for all, and for a user's own task."""
+    expected = training_sequence(ROOT / "common/run/train.py")
+    assert training_sequence(path).splitlines() == expected.splitlines()
+
+
+def test_every_task_has_a_script():
+    assert {path.parent.name for path in SCRIPTS} == TASKS
+
+
+def test_the_tools_know_every_task():
+    assert {name: f"{name}.task" for name in TASKS} == {
+        name: module for name, module in task.TASKS.items() if name in TASKS
+    }
+
+
+def test_every_package_is_installed():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = [path.parent for path in FILES if path.name == "__init__.py"]
+    packages = {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
+    assert {*setup["options"]["packages"].split()} == packages
+
+
+def test_style_and_types_are_checked_in_every_package():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert TASKS | {"common", "configs"} == {*tools["ruff"]["lint"]["isort"]["known-first-party"]}
+    assert TASKS | {"common", "scripts"} == {*tools["basedpyright"]["include"]}
 
 
 def test_every_folder_is_a_room_and_they_have_no_cycle():

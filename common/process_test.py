@@ -120,7 +120,7 @@ def test_ctrl_c_while_it_starts_and_a_second_one_raise_at_once(
     """In a notebook the first saves a checkpoint, if the training has begun."""
     before = describe_process()
     with monkeypatch.context() as patch:
-        patch.setattr("common.testing.tiny_task.build_model", lambda **_: send(signal.SIGINT)())
+        patch.setattr("common.run.train.build_model", lambda **_: send(signal.SIGINT)())
         with pytest.raises(Stopped, match="^stopped by SIGINT$"):
             train(data, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,8 @@
-"""What a task's folder hands to a run and to the tools: data set, loaders, training script."""
+"""What a task hands to a run and to the tools: data set, loaders, training script."""
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,14 @@ from typing import Any
 
 from common.config.plan import DataSummary
 from common.config.schema import Data
+from common.data import image_loaders
 from common.data.crops import CenterCrop
+from common.data.image_folder import note_missing
+from common.data.image_split import ImageSplit
 from common.data.loader import Loader
 from common.errors import UserError
+from common.files import fingerprint_of
+from common.process import at_end
 
 # The modules that hold a ``TASK``, by its name in config.json: nothing else that a run's folder
 # names is imported. Names, not imports, because the tasks build on ``common``, which knows none of
@@ -23,34 +29,95 @@ TASKS = {name: f"{name}.task" for name in ("imagenet_dali", "caltech101_amp", "c
 class Task:
     """A task, under its ``name`` in `TASKS`.
 
-    ``script`` is its training script, within this repository. ``recipe`` fills in the keys that a
-    config without MODEL leaves out. ``recipes`` are the first letters of the names of the task's
-    recipes. ``describe`` counts the data set of a config's ``DATA``. ``train_samples`` are those of
-    the data set that the recipes are for, and ``download`` names what DATA.download fetches.
+    ``describe`` counts the data set of a config's ``DATA``. ``train_samples`` are those of the data
+    set that the recipes are for, and ``download`` names what DATA.download fetches. ``script`` is
+    the training script, within this repository. ``recipe`` fills in the keys that a config without
+    MODEL leaves out. ``recipes`` are the first letters of the names of the task's recipes.
     ``has_splits`` tells whether ``DATA["eval_split"]`` chooses what is evaluated. ``loader`` is the
     task's only one, where ``DATA["loader"]`` does not choose it.
     """
 
     name: str
-    script: str
-    recipe: str
-    recipes: tuple[str, ...]
     describe: Callable[[Mapping[str, Any]], DataSummary]
+    build_train_loader: Callable[..., Loader]
     build_eval_loader: Callable[..., Loader]
     build_eval_crop: Callable[[Mapping[str, Any], int], CenterCrop]
     train_samples: int
+    script: str = ""
+    recipe: str | None = None
+    recipes: tuple[str, ...] = ()
     download: str = ""
     has_splits: bool = False
     loader: str = ""
+
+
+def image_task(name: str, open_split: Callable[..., ImageSplit], **options: Any) -> Task:
+    """Return the `Task` of a source of images: ``open_split(DATA, "train")``, or ``"test"``.
+
+    Its splits are opened for every use. ``options`` are further fields of `Task`.
+    """
+
+    def describe(data: Mapping[str, Any]) -> DataSummary:
+        refuse_unused(data, (*image_loaders.UNUSED, *image_loaders.SHARDS_ONLY, "loader"))
+        return describe_splits(open_split(data, "train"), open_split(data, "test"))
+
+    return Task(
+        name,
+        describe,
+        build_train_loader=lambda data, *batch, **place: image_loaders.build_train_loader(
+            open_split(data, "train"), data, *batch, **place
+        ),
+        build_eval_loader=lambda data, *batch, **place: image_loaders.build_eval_loader(
+            open_split(data, "test"), data, *batch, **place
+        ),
+        build_eval_crop=image_loaders.build_eval_crop,
+        loader="torchvision",
+        **options,
+    )
+
+
+def describe_splits(train: ImageSplit, validation: ImageSplit, **options: Any) -> DataSummary:
+    """Count samples and classes; no image is read. ``options`` are further fields."""
+    fingerprint = train.fingerprint
+    # The splits of a prepared data set have the same.
+    if validation.fingerprint != fingerprint:
+        fingerprint = fingerprint_of([fingerprint, validation.fingerprint])
+    return DataSummary(
+        train_samples=len(train),
+        eval_samples=len(validation),
+        num_classes=len(train.class_names),
+        fingerprint=fingerprint,
+        class_names=train.class_names,
+        class_counts=train.class_counts,
+        validation=note_missing(validation.origin, train.class_names, validation.labels),
+        **options,
+    )
 
 
 def find_task(name: str) -> Task:
     """Return the task of a run's config.json; raise `UserError` for one that is not in `TASKS`."""
     if name not in TASKS:
         raise UserError(
-            f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file"
+            f"config.json: task={name!r} is none of {', '.join(TASKS)}: add --task FILE, the "
+            "script that trained it, or restore the file"
         )
     return importlib.import_module(TASKS[name]).TASK
+
+
+def add_task(script: str) -> None:
+    """Add the ``TASK`` of a user's own script to `TASKS`."""
+    folder = os.path.dirname(os.path.abspath(script))
+    # As for `python script`, which may import modules beside it.
+    sys.path.insert(0, folder)
+    at_end(sys.path.remove, folder)
+    module = Path(script).stem
+    try:
+        TASKS[importlib.import_module(module).TASK.name] = module
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise UserError(
+            f"--task {script}: {error}; give a script with a TASK, as image_task() of common.task "
+            "returns it"
+        ) from error
 
 
 def named_root(data: Mapping[str, Any]) -> str:

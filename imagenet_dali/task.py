@@ -10,17 +10,15 @@ import torch
 
 from common.config.plan import DataSummary
 from common.data import image_loaders
-from common.data.image_folder import note_missing
 from common.data.image_split import FolderSplit, ImageSplit
 from common.data.loader import Loader
 from common.errors import UserError
-from common.files import fingerprint_of
 from common.launchers import is_first_process
 from common.process import at_end
 from common.shards.dataset import MANIFEST, PARTIAL, open_split
 from common.shards.find_images import list_source
 from common.shards.label_table import LabelTable
-from common.task import Task, refuse_unused
+from common.task import Task, describe_splits, refuse_unused
 from common.text import print_wrapped
 
 
@@ -56,20 +54,11 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         )
     train = open_images(data, "train")
     validation = open_images(data, "validation")
-    fingerprint = train.fingerprint
-    # The splits of a prepared data set have the same.
-    if validation.fingerprint != fingerprint:
-        fingerprint = fingerprint_of([fingerprint, validation.fingerprint])
-    summary = DataSummary(
-        train_samples=len(train),
-        eval_samples=len(validation),
-        num_classes=len(train.class_names),
-        fingerprint=fingerprint,
-        class_names=train.class_names,
-        class_counts=train.class_counts,
+    summary = describe_splits(
+        train,
+        validation,
         shard_bytes=train.span_bytes(0, len(train)),
         is_shuffled=train.is_shuffled,
-        validation=note_missing(validation.origin, train.class_names, validation.labels),
         held_out=validation.held_out,
     )
     if data.get("order") == "blocks":
@@ -189,6 +178,7 @@ TASK = Task(
     recipe="vit-b16",
     recipes=("vit-", "vit_s16", "deit3", "convnext", "dinov2", "quickstart"),
     describe=describe_data,
+    build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=1_281_167,  # assumed by a dry run without the data

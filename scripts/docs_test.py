@@ -16,16 +16,19 @@ from io import StringIO
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 from safetensors.torch import save_file
+from scipy.io import savemat
 from timm import create_model
 
 from common.config.load import find_config
 from common.config.schema import find_key
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
-from common.testing.commands import Ended, run_forked
+from common.testing.commands import Ended, in_words, run_forked
 from common.testing.photographs import write_photographs
+from common.tools import evaluate, export, predict
 from imagenet_dali.testing import MODEL, prepare_data, run
 
 PAGES = sorted(
@@ -151,7 +154,7 @@ def test_the_pages_that_messages_and_docstrings_name_exist():
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "library.md").read_text()
     # A score may be any number.
-    code = re.search("```python\n(.*?)```", text, re.DOTALL)[1].replace(".item()}", ".item() - 9}")
+    code = re.findall("```python\n(.*?)```", text, re.DOTALL)[1].replace(".item()}", ".item() - 9}")
     (tmp_path / "own.py").write_text(code)
     command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0"
     monkeypatch.chdir(tmp_path)
@@ -174,6 +177,42 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
         "best_top1"
     ]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)
+
+
+FLOWERS = 102
+
+
+def write_flowers(folder: Path) -> Path:
+    """Write two images a class for training, and one for evaluation, as Flowers-102 has them."""
+    numbers = np.arange(1, 3 * FLOWERS + 1)
+    write_photographs(folder, ["jpg"], len(numbers) + 1, 16, 16)
+    savemat(folder / "imagelabels.mat", {"labels": (numbers - 1) % FLOWERS + 1})
+    of_split = {"trnid": numbers[: 2 * FLOWERS], "valid": numbers[2 * FLOWERS :]}
+    savemat(folder / "setid.mat", of_split)
+    return folder
+
+
+def test_the_librarys_task_trains_and_the_tools_take_it(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "library.md").read_text()
+    (tmp_path / "flowers.py").write_text(re.search("```python\n(.*?)```", text, re.DOTALL)[1])
+    data = write_flowers(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    model = "dict(image_size=16, patch_size=8, width=32, depth=1, heads=2)"
+    settings = (f"DATA.root={data}", f"MODEL={model}", "TOTAL_BATCH_SIZE=51", "MAX_STEPS=4")
+    words = in_words(*settings, "DATA.workers=0", "LOG.tensorboard=False")
+    argv = ["flowers.py", "--config=vit-b16", "--output=run", *words]
+    monkeypatch.setattr(sys, "argv", argv)
+    ended = run_forked(lambda _: runpy.run_path("flowers.py", run_name="__main__"))
+    assert "204 training and 102 evaluation images, 102 classes" in ended.words
+
+    own = ["run", "--task=flowers.py"]
+    assert "102 images" in run_forked(evaluate.main, own).words
+    assert "flower " in run_forked(predict.main, [*own, "data/jpg/image_00001.jpg"]).words
+    run_forked(export.main, [*own, "--to=timm", "--output=exported"])
+    assert json.loads(Path("exported/config.json").read_text())["num_classes"] == FLOWERS
+    refused = run_forked(evaluate.main, ["run"], 2).stderr
+    assert "task='flowers' is none of imagenet_dali, " in refused
+    assert "add --task FILE, the script that trained it" in refused
 
 
 @pytest.mark.docs

@@ -122,8 +122,8 @@ def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode, data):
 
     def build(device: torch.device) -> Iterator[tuple[Tensor, Any]]:
         place = dict(image_size=32, device=device)
-        train_loader = tiny_task.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
-        eval_loader = tiny_task.build_eval_loader(config["DATA"], 7, **place)
+        train_loader = tiny_task.TASK.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
+        eval_loader = tiny_task.TASK.build_eval_loader(config["DATA"], 7, **place)
         for loader in (eval_loader, BatchAugment(train_loader, config)):
             for _ in range(2):
                 yield from loader

@@ -9,21 +9,14 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.config.plan import DataSummary
-from common.data import image_loaders
 from common.data.image_folder import list_classes, list_folders
 from common.data.image_split import FolderSplit
-from common.data.loader import Loader
-from common.engine.trainer import Trainer
-from common.engine.upstream import gpc
-from common.model.build import build_model, timm_arguments
-from common.process import ends_cleanly
-from common.run.start import start_run
-from common.task import TASKS, Task
+from common.model.build import timm_arguments
+from common.run.train import train as train_on
+from common.task import TASKS, image_task
 from common.testing.commands import in_words
-from common.training import build_training
 
 NAMES = (
     "blue",
@@ -63,7 +56,6 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-@ends_cleanly
 def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
     """Train for ten steps on what `write_images` wrote to ``root``; return ``output``."""
     config = output.parent / "tiny.py"
@@ -78,31 +70,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
         *in_words(f"DATA.root={root}", *settings),
         *flags,
     ]
-    run = start_run(words, __doc__, TASK)
-    if run is None:  # finished already
-        return output
-    config, plan = gpc.config, run.plan
-    model = build_model(**config.MODEL)
-    run.load_init(model)
-    place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
-    train_loader = build_train_loader(
-        config.DATA,
-        plan.total_batch,
-        plan.micro_batch,
-        resolutions=plan.resolutions,
-        seed=config.SEED,
-        **place,
-    )
-    eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **place)
-    steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
-    built = build_training(
-        config, nn.CrossEntropyLoss(), model=model, loaders=(train_loader, eval_loader), steps=steps
-    )
-    hooks = run.build_hooks(built.model, built.optimizer)
-    Trainer(built.engine).fit(
-        built.train_loader, plan.epochs, plan.last_step, built.eval_loader, config.EVAL_EVERY, hooks
-    )
-    run.finish()
+    train_on(words, TASK, __doc__)
     return output
 
 
@@ -120,46 +88,18 @@ def timm_logits(run: Path, images: Iterable[Image.Image], size: int = 16) -> Ten
         return model(torch.stack([transform(image) for image in images]))
 
 
-def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes."""
-    train, test = _open(data, "train"), _open(data, "test")
-    return DataSummary(
-        len(train),
-        len(test),
-        len(train.class_names),
-        train.fingerprint,
-        class_names=train.class_names,
-    )
-
-
-def build_train_loader(
-    data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any
-) -> Loader:
-    """Return the loader of the training split."""
-    return image_loaders.build_train_loader(
-        _open(data, "train"), data, total_batch, micro_batch, **place
-    )
-
-
-def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
-    """Return the loader of the test split."""
-    return image_loaders.build_eval_loader(_open(data, "test"), data, batch, **place)
-
-
 def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
     root = Path(data["root"], split)
     names = list_folders(root)
     return FolderSplit(root, names, list_classes(root, root, names))
 
 
-TASK = Task(
-    name="tiny",
+TASK = image_task(
+    "tiny",
+    _open,
     script="common/testing/tiny_task.py",
     recipe="vit-b16",
     recipes=("tiny",),
-    describe=describe_data,
-    build_eval_loader=build_eval_loader,
-    build_eval_crop=image_loaders.build_eval_crop,
     train_samples=SAMPLES["train"],
 )
 TASKS["tiny"] = __name__

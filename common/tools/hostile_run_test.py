@@ -21,6 +21,16 @@ def test_no_module_that_a_run_names_is_imported(run, tmp_path):
     ("tool", "name"),
     [(report, "report.html"), (evaluate, "evaluation/step-00000010/evaluation.json")],
 )
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("absent.py", "No module named 'absent'"), ("empty.py", "module 'empty' has no attribute")],
+)
+def test_a_script_without_a_task_is_refused(script, words, run, tmp_path):
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(UserError, match=f"--task .*{script}: {words}.*; give a script with a TASK"):
+        evaluate.main([str(run), f"--task={tmp_path / script}"])
+
+
 def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, tool, name):
     hostile = shutil.copytree(run, tmp_path / "run", symlinks=True)
     link = hostile / name

@@ -1,0 +1,64 @@
+"""What a train.py does, for a task of your own: its script calls `train`.
+
+Copy a train.py instead to change the sequence. A test compares this body with theirs.
+"""
+
+from common.data.batch_augment import BatchAugment
+from common.data.mixup import MixupLoss
+from common.engine.engine import initialize
+from common.engine.trainer import Trainer
+from common.engine.upstream import gpc
+from common.engine.zero import shard_model
+from common.model.build import build_model, freeze
+from common.optim.build import build_optimizer
+from common.optim.schedules import build_lr_scheduler
+from common.process import ends_cleanly
+from common.run.start import start_run
+from common.task import Task
+
+
+@ends_cleanly
+def train(argv: list[str], task: Task, text: str | None = None) -> None:
+    """Train on ``task`` as the command line ``argv`` says; ``text`` is for ``--help``."""
+    run = start_run(argv, text, task)
+    if run is None:  # --dry-run, or finished already
+        return
+    config, plan = gpc.config, run.plan
+
+    model = build_model(**config.MODEL)
+    run.load_init(model)  # before sharding: INIT's files hold full tensors
+    freeze(model, config.FREEZE)
+    model = shard_model(model)  # replaces parameters, so before the optimizer is built
+    optimizer = build_optimizer(
+        model,
+        learning_rate=config.LEARNING_RATE,
+        weight_decay=config.WEIGHT_DECAY,
+        **config.OPTIMIZER,
+    )
+    steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
+    lr_scheduler = build_lr_scheduler(
+        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR
+    )
+    loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
+    train_loader = task.build_train_loader(
+        config.DATA,
+        plan.total_batch,
+        plan.micro_batch,
+        resolutions=plan.resolutions,
+        seed=config.SEED,
+        **loaders,
+    )
+    train_loader = BatchAugment(train_loader, config)  # on the device, after any loader
+    eval_loader = task.build_eval_loader(config.DATA, plan.micro_batch, **loaders)
+
+    criterion = MixupLoss(
+        config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM, run.class_weights
+    )
+    engine, train_loader, eval_loader, lr_scheduler = initialize(
+        model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
+    )
+    hooks = run.build_hooks(model, optimizer)  # writes the run's folder: all checks have passed
+    Trainer(engine).fit(
+        train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks
+    )
+    run.finish()

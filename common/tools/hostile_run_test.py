@@ -18,10 +18,6 @@ def test_no_module_that_a_run_names_is_imported(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tool", "name"),
-    [(report, "report.html"), (evaluate, "evaluation/step-00000010/evaluation.json")],
-)
-@pytest.mark.parametrize(
     ("script", "words"),
     [("absent.py", "No module named 'absent'"), ("empty.py", "module 'empty' has no attribute")],
 )
@@ -31,6 +27,10 @@ def test_a_script_without_a_task_is_refused(script, words, run, tmp_path):
         evaluate.main([str(run), f"--task={tmp_path / script}"])
 
 
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [(report, "report.html"), (evaluate, "evaluation/step-00000010/evaluation.json")],
+)
 def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, tool, name):
     hostile = shutil.copytree(run, tmp_path / "run", symlinks=True)
     link = hostile / name

@@ -100,16 +100,20 @@ def test_the_floor_does_not_bound_the_warm_up(name, first):
     assert rates == pytest.approx([first * PEAK])
 
 
-@pytest.mark.parametrize(
-    ("name", "reference", "options"),
-    [
-        ("adamw", AdamW, ("betas", "eps")),
-        ("muon", AdamW, ("betas", "eps")),  # of what is no matrix
-        ("muon", torch.optim.Muon, ("momentum",)),
-        ("lamb", TimmLamb, ("betas",)),
-        ("sgd", SGD, ("dampening", "nesterov")),
-    ],
-)
+DEFAULTS = [
+    ("adamw", AdamW, ("betas", "eps")),
+    ("muon", AdamW, ("betas", "eps")),  # of what is no matrix
+    ("muon", torch.optim.Muon, ("momentum",)),
+    ("lamb", TimmLamb, ("betas",)),
+    ("sgd", SGD, ("dampening", "nesterov")),
+]
+
+
+def test_every_optimizer_has_a_reference():
+    assert {name for name, *_ in DEFAULTS} == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize(("name", "reference", "options"), DEFAULTS)
 def test_defaults_are_those_of_torch_and_timm(name, reference, options):
     theirs = reference([nn.Parameter(torch.zeros(2, 2))], lr=1.0).defaults
     mine = OPTIMIZERS[name].defaults

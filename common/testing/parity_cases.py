@@ -12,6 +12,7 @@ from common.engine.engine import Engine
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, gpc
 from common.model.build import build_model
+from common.optim import build
 from common.testing.ranks import launched
 from common.training import build_training
 
@@ -51,8 +52,9 @@ MODEL = {
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # images over all data-parallel ranks together
 MAX_NORM = 0.3
 launched_clipping = partial(launched, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
-OPTIMIZERS = {
-    "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
+# every optimizer, a new one too
+COMMON = {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65}
+OPTIMIZERS = dict.fromkeys(build.OPTIMIZERS, COMMON) | {
     "lamb": {
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
@@ -61,7 +63,6 @@ OPTIMIZERS = {
         "max_grad_norm": 0.1,
         "bias_correction": True,
     },
-    "muon": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
     "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
 }
 Batch = tuple[Tensor, dict[str, Tensor]]

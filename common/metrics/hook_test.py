@@ -16,7 +16,7 @@ from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
-from common.metrics.metrics_file import Metrics, read_metrics
+from common.metrics.metrics_file import CHARTS, UNPLOTTED, Metrics, read_metrics
 from common.resolutions import Resolution
 from common.testing.ranks import launched
 
@@ -70,6 +70,13 @@ def fit(folder: Path, monkeypatch: pytest.MonkeyPatch, *hooks: Any) -> Trained:
         Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics, *hooks])
     lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
     return Trained(lines, model, losses)
+
+
+def test_the_metrics_that_are_described_are_those_that_are_written(tmp_path, monkeypatch):
+    """The run has two classes, two sizes of images, and several micro-batches in a step."""
+    fit(tmp_path, monkeypatch)
+    written = {name for record in read_metrics(tmp_path) for name in record}
+    assert written - {*UNPLOTTED} == CHARTS.keys()
 
 
 def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):

@@ -49,26 +49,11 @@ class Record(BaseModel):
     time: float = Field(0.0, ge=0, le=1e11)  # Unix time, seconds
     loss: Loss = math.nan  # mean since the last train record; in evaluation, of all samples
 
-    # In a train record only; they may be missing, or null where they are not finite. ``lr`` and
-    # ``grad_norm`` are those of the last step.
-    #   lr
-    #   grad_norm: before clipping
-    #   noise_scale: images, averaged over about 100 steps; null: above any number. Missing where
-    #   all steps are single micro-batches
-    #   image_size: pixels of a side, in the last step, where IMAGE_SIZES changes it
-    #   samples_per_s: over all GPUs
-    #   mfu: model FLOPs utilisation, a fraction of the GPUs' peak, or of the one measured
-    #   data_wait: fraction of the time that rank 0 waited for its loader
-    #   forward_s: seconds of a step in the forward passes with the loss
-    #   backward_s: seconds of a step in the backward passes
-    #   peak_memory_gb: 1e9 bytes, of rank 0; without DALI's buffers on a GPU
-    skipped: Count = 0  # updates so far that were skipped because of non-finite values
-
-    # In an eval record only; each sample of the evaluation set counts once.
-    samples: Count = 0
+    # Metrics of one kind of record, described in `CHARTS`; those of a train record may be missing.
+    skipped: Count = 0
+    samples: Count = 0  # evaluated, each once
     top1: Share = 0.0
     top5: Share = 0.0
-    # Also mean_recall and macro_f1, over the classes, and auroc, of two classes.
 
     @model_validator(mode="after")
     def _is_measured(self) -> "Record":
@@ -85,24 +70,38 @@ class Chart(NamedTuple):
     scale: float = 1  # factor from metrics.jsonl to the page
 
 
-# The metrics that have a title, in the page's order. Others follow under their own names.
+# Every metric that a run writes: its unit and meaning in the file, and its title. This is the order
+# of the page, in which a user's own follow under their names. null: not finite.
 CHARTS = {
+    # In both kinds of record: cross-entropy in nats, of training the loss that is minimised.
     "loss": Chart("Loss"),
+    # Of an evaluation, from 0 to 1: shares of the samples, then means over the classes.
     "top1": Chart("Top-1 accuracy, %", 100),
     "top5": Chart("Top-5 accuracy, %", 100),
     "mean_recall": Chart("Mean recall of the classes, %", 100),
     "macro_f1": Chart("Macro F1, %", 100),
+    # Of two classes only.
     "auroc": Chart("Area under the ROC curve, %", 100),
+    # Of the last step: that of the highest group, and the L2 norm over all parameters.
     "lr": Chart("Learning rate"),
     "grad_norm": Chart("Gradient norm before clipping"),
+    # Pixels of a side in the last step, where IMAGE_SIZES changes it.
     "image_size": Chart("Side of the training images, pixels"),
+    # Images, averaged over about 100 steps. null: above any number. Missing where all steps are
+    # single micro-batches.
     "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
+    # Updates since step 0 that were skipped because of non-finite values.
     "skipped": Chart("Updates skipped so far"),
+    # Images a second, over all GPUs.
     "samples_per_s": Chart("Images per second, all GPUs"),
+    # Model FLOP/s as a fraction of the GPUs' peak, or of the one measured.
     "mfu": Chart("Model FLOPs utilisation, %", 100),
+    # Fraction of the time that rank 0 waited for its loader.
     "data_wait": Chart("Time waiting for data, %", 100),
+    # Seconds of a step in the forward passes with the loss, and in the backward passes.
     "forward_s": Chart("Forward passes of a step, ms", 1e3),
     "backward_s": Chart("Backward passes of a step, ms", 1e3),
+    # 1e9 bytes, of rank 0; without DALI's buffers on a GPU.
     "peak_memory_gb": Chart("Peak memory of a process, GB"),
 }
 

@@ -38,75 +38,126 @@ def train(folder: Path) -> Train:
 
 
 @pytest.fixture(scope="module")
-def trained(train: Train, folder: Path) -> Path:
-    """The folder of the run, finished; it ends with its accuracy and no traceback."""
-    ended = train()
-    evaluation = read_metrics(folder / "run")[-1]
-    assert ended.stdout.splitlines()[-1] == f"top1={evaluation['top1']:.4f}"
-    assert f"epoch 2: top1 {evaluation['top1']:.4f}, top5 " in ended.stdout
-    first, *_, last = ended.stderr.splitlines()  # its progress is whole lines, not a bar
-    steps = evaluation["step"]
-    assert f" 0/{steps} " in first
-    assert re.search(rf"{steps}/{steps} .*loss=.*img/s=.*top1={evaluation['top1']:.3f}", last)
-    assert "\r" not in ended.stderr
+def first(train: Train) -> Ended:
+    """What the command printed at first."""
+    return train()
+
+
+@pytest.fixture(scope="module")
+def trained(first: Ended, folder: Path) -> Path:
+    """The folder of the run, finished, which no test changes."""
     return folder / "run"
 
 
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+
+
+def test_a_run_ends_with_its_accuracy(first, trained):
+    evaluation = read_metrics(trained)[-1]
+    assert first.stdout.splitlines()[-1] == f"top1={evaluation['top1']:.4f}"
+    assert f"epoch 2: top1 {evaluation['top1']:.4f}, top5 " in first.stdout
+
+
+def test_its_progress_is_whole_lines_where_stderr_is_no_terminal(first, trained):
+    evaluation = read_metrics(trained)[-1]
+    start, *_, last = first.stderr.splitlines()
+    steps = evaluation["step"]
+    assert f" 0/{steps} " in start
+    assert re.search(rf"{steps}/{steps} .*loss=.*img/s=.*top1={evaluation['top1']:.3f}", last)
+    assert "\r" not in first.stderr
+
+
+def written_at(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_a_finished_run_is_left_as_it_is(train, trained):
-    times = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    before = written_at(trained)
     ended = train(*in_words("LOG.every=1", "TIMEOUT=60", "KEEP=1"))
     assert ended.stderr == ""
     said = "this run is finished.* best top1 .*nothing was.*--set NUM_EPOCHS=N .now 2.*--output DIR"
     assert re.search(said, ended.words)
-    for setting, line in {
-        "LEARNING_RATE=5": " .was 0.01.: .* the earlier values; .*--allow-change LEARNING_RATE",
-        "MODEL.depth=7": ".* cannot be resumed with other values; .* .--init takes",
-    }.items():
-        ended = train("--set", setting, code=2)
-        assert ended.stdout == ""
-        assert re.match(f"error: {setting}{line}", ended.stderr)
-        assert len(ended.stderr.splitlines()) == 1
-    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
+    assert written_at(trained) == before
 
 
-def test_a_refused_start_leaves_no_folder(train, tmp_path):
-    refused = {
-        "--set MODEL.num_classes=2": "MODEL.num_classes=2: the data set has labels 0 to 2; ",
-        "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
-        "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
-        "--class-order timm": "--classes, --class-order: only --init's weights have ",
-        "--dry-run --set OPTIMIZER.name=sgd --set OPTIMIZER.nesterov=True --set "
-        "OPTIMIZER.momentum=0": "OPTIMIZER.name=sgd: Nesterov momentum requires a momentum",
-        "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",
-        "--set FREEZE=body": "FREEZE='body' without INIT starts from random weights: add --init",
-        "--set OPTIMIZER.layer_decay=0.9": "OPTIMIZER.layer_decay=0.9 without INIT starts from ",
-        "--config deit3_b16_finetune --set NUM_EPOCHS=20 --set TOTAL_BATCH_SIZE=8": (
-            "--config deit3_b16_finetune without INIT starts from random weights: "
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "LEARNING_RATE=5",
+            " .was 0.01.: .* the earlier values; .*--allow-change LEARNING_RATE",
         ),
-        f"--resume {tmp_path}": f"--resume {tmp_path}: neither a checkpoint nor a run with one; ",
-    }
-    for words, message in refused.items():
-        ended = train("--output", tmp_path / "new", *words.split(), code=2)
-        assert ended.stdout == ""
-        assert ended.stderr.startswith(f"error: {message}")
+        ("MODEL.depth=7", ".* cannot be resumed with other values; .* .--init takes"),
+    ],
+)
+def test_a_change_that_is_refused_leaves_the_run_as_it_is(setting, line, train, trained):
+    before = written_at(trained)
+    ended = train("--set", setting, code=2)
+    assert ended.stdout == ""
+    assert re.match(f"error: {setting}{line}", ended.stderr)
+    assert len(ended.stderr.splitlines()) == 1
+    assert written_at(trained) == before
+
+
+REFUSED = {
+    "--set MODEL.num_classes=2": "MODEL.num_classes=2: the data set has labels 0 to 2; ",
+    "--set DATA.download=True": "DATA.download=True has no effect in this task: leave it out",
+    "--set LOG.trackers=['wand']": "LOG.trackers=['wand']: expected tensorboard, wandb; did",
+    "--class-order timm": "--classes, --class-order: only --init's weights have ",
+    "--dry-run --set OPTIMIZER.name=sgd --set OPTIMIZER.nesterov=True --set "
+    "OPTIMIZER.momentum=0": "OPTIMIZER.name=sgd: Nesterov momentum requires a momentum",
+    "--set BEST=auroc": "BEST='auroc': of two classes only, these are 3; set it to ",
+    "--set FREEZE=body": "FREEZE='body' without INIT starts from random weights: add --init",
+    "--set OPTIMIZER.layer_decay=0.9": "OPTIMIZER.layer_decay=0.9 without INIT starts from ",
+    "--config deit3_b16_finetune --set NUM_EPOCHS=20 --set TOTAL_BATCH_SIZE=8": (
+        "--config deit3_b16_finetune without INIT starts from random weights: "
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refused_start_leaves_no_folder(words, train, tmp_path):
+    ended = train("--output", tmp_path / "new", *words.split(), code=2)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"error: {REFUSED[words]}")
     assert list(tmp_path.iterdir()) == []
-    train("--output", tmp_path, *words.split(), code=2)
-    assert tmp_path.exists()  # the user's own
 
 
-def test_a_branch_and_an_extension_train(train, trained, tmp_path):
-    branch = [
-        "--resume",
-        min((trained / "checkpoints").glob("step-*")),
-        "--set=LEARNING_RATE=1e-9",
-        "--set=NUM_EPOCHS=3",
-    ]
+def test_a_resume_from_a_folder_without_a_run_leaves_no_folder(train, tmp_path):
+    refused = train("--output", tmp_path / "new", "--resume", tmp_path, code=2).stderr
+    said = f"error: --resume {tmp_path}: neither a checkpoint nor a run with one; "
+    assert refused.startswith(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_start_leaves_the_users_own_folder(train, tmp_path):
+    train("--output", tmp_path, *in_words("FREEZE=body"), code=2)
+    assert tmp_path.exists()
+
+
+@pytest.fixture
+def branch(trained: Path) -> list[object]:
+    """The words that branch off the run's first checkpoint."""
+    start = min((trained / "checkpoints").glob("step-*"))
+    return ["--resume", start, "--set=LEARNING_RATE=1e-9", "--set=NUM_EPOCHS=3"]
+
+
+def test_a_branch_into_its_own_run_is_refused(train, branch):
     train(*branch, code=2)
-    before, branch = read_folder(trained), [*branch, "--output", tmp_path]
+
+
+def test_a_branch_with_nothing_to_train_is_refused(train, branch, tmp_path):
     start = json.loads((branch[1] / "trainer.json").read_text())["trainer"]["step"]
-    for stop in (1, start):  # there is nothing left to train
-        refused = train(*branch, f"--set=MAX_STEPS={stop}", code=2).stderr
+    for stop in (1, start):
+        refused = train(*branch, "--output", tmp_path, f"--set=MAX_STEPS={stop}", code=2).stderr
         assert f"error: MAX_STEPS={stop} ends at step {stop}, " in refused
+
+
+def test_a_branch_and_its_extension_train(train, branch, trained, tmp_path):
+    before = read_folder(trained)
+    branch += ["--output", tmp_path]
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
     ended = train(*branch, f"--set=MAX_STEPS={stop}")
     assert "LEARNING_RATE=1e-09 from here on (was " in ended.stdout
@@ -118,25 +169,23 @@ def test_a_branch_and_an_extension_train(train, trained, tmp_path):
     assert "this run is finished" in train(*branch).words
 
 
-def test_it_is_extended_and_changed_on_purpose_last(train, trained):
-    """The last test: it changes the run that the others share."""
-    ended = train("--set=NUM_EPOCHS=3", "--set=LEARNING_RATE=1e-3", "--allow-change=LEARNING_RATE")
+def test_an_extension_and_a_change_on_purpose_are_in_the_runs_record(train, copy):
+    more = ["--set=NUM_EPOCHS=3", "--set=LEARNING_RATE=1e-3", "--allow-change=LEARNING_RATE"]
+    ended = train("--output", copy, *more)
     assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
-    assert (
-        "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n"
-        in ended.stdout
-    )
-    assert read_metrics(trained)[-1]["epoch"] == 3
-    start = json.loads((trained / "config.json").read_text())["starts"][-1]
+    epochs = "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n"
+    assert epochs in ended.stdout
+    assert read_metrics(copy)[-1]["epoch"] == 3
+    start = json.loads((copy / "config.json").read_text())["starts"][-1]
     assert start["changed"] == {"NUM_EPOCHS": [2, 3], "LEARNING_RATE": [0.01, 0.001]}
-    said = run_forked(evaluate.main, [trained]).stdout
-    assert (
-        f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
-    )
-    run_forked(report.main, [trained])
-    assert "LEARNING_RATE=0.001 (was 0.01)" in (trained / "report.html").read_text()
-    shutil.rmtree(trained / "checkpoints")
-    assert (
-        "holds a finished run without checkpoints, whose record would be overwritten"
-        in train(code=2).stderr
-    )
+    said = run_forked(evaluate.main, [copy]).stdout
+    changes = "NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)"
+    assert f"from step {start['step']} on {changes}" in said
+    run_forked(report.main, [copy])
+    assert "LEARNING_RATE=0.001 (was 0.01)" in (copy / "report.html").read_text()
+
+
+def test_the_record_of_a_finished_run_without_checkpoints_is_not_overwritten(train, copy):
+    shutil.rmtree(copy / "checkpoints")
+    refused = train("--output", copy, code=2).stderr
+    assert "holds a finished run without checkpoints, whose record would be overwritten" in refused

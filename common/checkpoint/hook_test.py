@@ -236,23 +236,36 @@ def test_evaluations_that_cannot_be_the_best_are_said_once(gpus, data, tmp_path,
     assert not (tmp_path / "run/checkpoints/best.txt").exists()
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_patience_ends_a_run_as_finished(gpus, data, tmp_path, capfd):
+PATIENT = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=5"]  # whose evaluations are equal
+
+
+def evaluated_last(run: Path) -> int:
+    """Return the step of a finished run's last evaluation, which its record says too."""
+    about = json.loads((run / "config.json").read_text())
+    assert about["plan"]["last_step"] == read_metrics(run)[-1]["step"]
+    assert read_trainer_state(run / "checkpoints/best")["trainer"]["step"] == 4
+    return about["plan"]["last_step"]
+
+
+def test_patience_counts_on_after_a_resume(data, tmp_path, capfd):
     run = tmp_path / "run"
-    settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=5"]  # whose evaluations are equal
-    run_ranks(gpus, train, data, run, [*settings, "PATIENCE=2"], (9, False))
+    run_ranks(2, train, data, run, [*PATIENT, "PATIENCE=2"], (9, False))
     assert "ended" not in capfd.readouterr().out
-    for patience, end, words in (
-        (2, 12, "ended at step 12 of 20: 2 evaluations without a better top1 (PATIENCE)"),
-        (2, 12, "Extend it with --set PATIENCE=N (now 2)"),
-        (3, 16, "ended at step 16 of 20: 3 evaluations"),
-        (9, 20, "at step 4 ("),
-    ):
-        run_ranks(gpus, train, data, run, [*settings, f"PATIENCE={patience}"])
-        assert words in " ".join(capfd.readouterr().out.split())
-        about = json.loads((run / "config.json").read_text())
-        assert about["plan"]["last_step"] == read_metrics(run)[-1]["step"] == end
-        assert read_trainer_state(run / "checkpoints/best")["trainer"]["step"] == 4
+    run_ranks(2, train, data, run, [*PATIENT, "PATIENCE=2"])
+    said = " ".join(capfd.readouterr().out.split())
+    assert "ended at step 12 of 20: 2 evaluations without a better top1 (PATIENCE)" in said
+    assert evaluated_last(run) == 12
+
+
+def test_a_run_that_patience_has_ended_is_finished_until_there_is_more(data, tmp_path, capfd):
+    run = tmp_path / "run"
+    train(data, run, [*PATIENT, "PATIENCE=2"])
+    assert evaluated_last(run) == 12
+    train(data, run, [*PATIENT, "PATIENCE=2"])
+    said = " ".join(capfd.readouterr().out.split())
+    assert "Extend it with --set PATIENCE=N (now 2)" in said
+    train(data, run, [*PATIENT, "PATIENCE=9"])
+    assert evaluated_last(run) == 20
 
 
 def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_path, monkeypatch):

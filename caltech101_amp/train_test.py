@@ -49,7 +49,8 @@ def paths(split: FolderSplit) -> list[str]:
 
 
 def test_a_fifth_of_each_category_is_for_testing(root):
-    train, test = open_at(root), open_at(root, "test")
+    train = open_at(root)
+    test = open_at(root, "test")
     data = task.TASK.describe({"root": str(root), "download": False})
     assert (data.class_names, data.validation) == (list(NAMES), "20% of each category, held out")
     # the same in every version of this project

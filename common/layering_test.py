@@ -71,7 +71,8 @@ def may_import(file: str, module: str) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports(path):
-    file, nodes = path.relative_to(ROOT).as_posix(), list(ast.walk(ast.parse(path.read_text())))
+    file = path.relative_to(ROOT).as_posix()
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     modules |= {f"{node.module}.{name.name}" for node in froms for name in node.names}

@@ -20,10 +20,12 @@ LARGE = 10**12  # bytes of memory
 
 
 def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
-    split, read = open_split(prepared, "train"), Mock(wraps=dataset.read_range)
+    split = open_split(prepared, "train")
+    read = Mock(wraps=dataset.read_range)
     expected = [split.read(number) for number in range(len(split))]
     monkeypatch.setattr(dataset, "read_range", read)
-    blocks, samples = split.block_bounds(12_000), len(split)
+    blocks = split.block_bounds(12_000)
+    samples = len(split)
     for rank in range(4):
         sampler = TrainSampler(
             samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, blocks=blocks, window=2

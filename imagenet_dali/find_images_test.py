@@ -161,10 +161,12 @@ def test_an_image_keeps_its_side_whatever_comes_or_goes(tmp_path):
         return {name.removeprefix("train/"): side for side in splits for name, _ in splits[side]}
 
     files = {f"{c}/{i}.jpg": b"1" for c in "bcd" for i in range(40)}
-    less, more = fill(tmp_path / "less", files), fill(tmp_path / "more/train", files)
+    less = fill(tmp_path / "less", files)
+    more = fill(tmp_path / "more/train", files)
     (less / "d/7.jpg").unlink()
     fill(more, dict.fromkeys(("a/1.jpg", "a/2.jpg", "b/-.jpg", "c/new.jpg", "e/1.jpg"), b"1"))
-    before, after = sides(less), sides(more.parent)
+    before = sides(less)
+    after = sides(more.parent)
     assert before.items() < after.items()
     assert {after["a/1.jpg"], after["a/2.jpg"]} == {"train", "validation"}
     assert after["e/1.jpg"] == "train"

@@ -37,7 +37,9 @@ def test_rgb_jpeg_passes_byte_for_byte(options):
 
 WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
-GOOD, START, END = jpeg(subsampling=0), b"\xff\xda", b"\xff\xd9"
+GOOD = jpeg(subsampling=0)
+START = b"\xff\xda"
+END = b"\xff\xd9"
 # Of these libjpeg only warns.
 EDITS = {
     "bytes before the end marker": (END, bytes(65) + END),
@@ -50,7 +52,8 @@ FLAT = GOOD[: GOOD.index(START) + 14] + b"\x28\xa0\0" * 9 + END  # 3 bytes for 2
 WARNED["unusual subsampling"] = FLAT.replace(
     b"\1\x11\0\2\x11\1\3\x11\1", b"\1\x21\0\2\x11\1\3\x21\1"
 )
-TIFF, PHOTOMETRIC = encode(Image.fromarray(WORDS), "TIFF"), b"\6\1\3\0\1\0\0\0"
+TIFF = encode(Image.fromarray(WORDS), "TIFF")
+PHOTOMETRIC = b"\6\1\3\0\1\0\0\0"
 # orientation 6, and a resolution unit of another type, which Pillow cannot write
 ODD_EXIF = (
     b"Exif\0\0II*\0\x08\0\0\0\2\0"

@@ -46,7 +46,8 @@ def test_another_tool_reads_every_image_once(prepared):
 
 
 def test_stopped_and_killed_it_makes_the_same(tmp_path):
-    source, dest = write_images(tmp_path / "images", 300), tmp_path / "data"
+    source = write_images(tmp_path / "images", 300)
+    dest = tmp_path / "data"
     words = ["-m", "imagenet_dali.prepare", "--workers", "2", "--shards", "400"]
     command = [sys.executable, *words, source, dest]
     options = dict(
@@ -80,7 +81,8 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
 
 
 def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, capsys):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+    source = write_images(tmp_path / "images", 5)
+    dest = tmp_path / "data"
 
     def write_from_two_processes(task):
         with pytest.raises(UserError, match="is being written by this process: choose another"):
@@ -113,7 +115,8 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
 
 
 def test_bad_images_are_left_out_and_listed(tmp_path, capsys):
-    source, dest = write_images(tmp_path / "images", 200), tmp_path / "data"
+    source = write_images(tmp_path / "images", 200)
+    dest = tmp_path / "data"
     (source / "class_0" / "cut.jpg").write_bytes(jpeg()[:-50])
     (source / "class_1" / "Thumbs.db").write_text("not an image")
     os.mkfifo(source / "class_0" / "pipe.jpg")
@@ -136,7 +139,8 @@ def test_bad_images_are_left_out_and_listed(tmp_path, capsys):
 
 
 def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+    source = write_images(tmp_path / "images", 5)
+    dest = tmp_path / "data"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("important")
     before = read_folder(tmp_path)

@@ -79,7 +79,8 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
         main(["--adopt", str(tmp_path)])
 
 
-IMAGE, LABEL = "image/encoded", "image/class/label"
+IMAGE = "image/encoded"
+LABEL = "image/class/label"
 CMYK = encode(gradient().convert("CMYK"))
 
 

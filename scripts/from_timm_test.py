@@ -75,7 +75,9 @@ def test_the_ported_recipe_trains_as_timms(tmp_path):
         schedule.step()
         timms_schedule.step_update(step)
 
-    logits, target, share = torch.randn(8, 5), torch.randint(5, (8,)), torch.tensor(0.3)
+    logits = torch.randn(8, 5)
+    target = torch.randint(5, (8,))
+    share = torch.tensor(0.3)
     loss = MixupLoss(config["LABEL_SMOOTHING"], config["BCE_THRESHOLD"], config["BCE_SUM"])
     timms_loss = BinaryCrossEntropy(number["smoothing"], sum_classes="bce-sum" in flags)
     mixed = mixup_target(target, 5, share.item(), number["smoothing"])

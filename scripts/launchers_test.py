@@ -121,10 +121,8 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path, size, rank):
     environ = {size: "2", "MASTER_ADDR": "node0", "DATA": data}
     with machine("two_hosts.sh") as names:
         hosts = names.split()
-        words, others = (
-            ["ip", "netns", "exec", hosts[1], *command.split()],
-            os.environ | environ | {rank: "1"},
-        )
+        words = ["ip", "netns", "exec", hosts[1], *command.split()]
+        others = os.environ | environ | {rank: "1"}
         with subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL) as second:
             try:
                 first = f"ip netns exec {hosts[0]} {command}"

@@ -12,7 +12,9 @@ MOST = 135_000
 
 def count_tokens(source: str) -> int:
     """Count what has to be read: no comments, docstrings, line ends and indentation."""
-    before, count, open_texts = "NEWLINE", 0, 0
+    before = "NEWLINE"
+    count = 0
+    open_texts = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]
         # an f-string is one token, as before Python 3.12

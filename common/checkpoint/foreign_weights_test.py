@@ -20,7 +20,8 @@ def test_the_encoder_of_mae_gets_a_norm_for_the_mean_of_its_patches(tmp_path):
     saved |= {"model.backbone.mask_token": torch.ones(1), "decoder_embed.weight": torch.ones(1)}
     # Lightning's checkpoints look like this.
     torch.save({"state_dict": saved, "epoch": 1}, tmp_path / "last.ckpt")
-    ours, expected = build_model(**MODEL, pool="avg", num_classes=7), theirs.state_dict()
+    ours = build_model(**MODEL, pool="avg", num_classes=7)
+    expected = theirs.state_dict()
     assert load_pretrained(ours, str(tmp_path / "last.ckpt")).endswith(
         "last.ckpt (names without model.backbone.); a new norm for the mean of the patches, "
         "without its class token; MODEL.heads=2, which the weights do not tell; without 2 "
@@ -35,7 +36,8 @@ def test_the_encoder_of_mae_gets_a_norm_for_the_mean_of_its_patches(tmp_path):
 def test_tools_take_the_average_and_prepare_images_as_timms_train_py(tmp_path):
     trained, average = (timm.create_model("test_resnet", num_classes=5).eval() for _ in range(2))
     args = Namespace(model="test_resnet", img_size=32, crop_pct=0.9)
-    optimizer, averages = SGD(trained.parameters(), lr=1.0), ModelEmaV3(average)
+    optimizer = SGD(trained.parameters(), lr=1.0)
+    averages = ModelEmaV3(average)
     saver = CheckpointSaver(trained, optimizer, args, averages, checkpoint_dir=tmp_path)
     saver.save_checkpoint(epoch=3, metric=71.5)
     run = open_model(str(tmp_path / "last.pth.tar"))

@@ -61,7 +61,8 @@ class StopAfter(BaseHook):
 
     def __init__(self, step: int, evaluating: bool | None) -> None:
         super().__init__(priority=5)
-        self.step, self.evaluating = step, evaluating
+        self.step = step
+        self.evaluating = evaluating
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if self.evaluating is None:
@@ -83,10 +84,14 @@ def train(
     """
     if stop:
         build = Run.build_hooks
-        Run.build_hooks = lambda self, *arguments: [
-            *build(self, *arguments),
-            *[StopAfter(*stop)] * (self.plan.gpus in (4, gpc.get_global_rank() + 1)),
-        ]
+
+        def build_with_stop(run: Run, *arguments: Any) -> list[Any]:
+            hooks = build(run, *arguments)
+            if run.plan.gpus in (4, gpc.get_global_rank() + 1):
+                hooks.append(StopAfter(*stop))
+            return hooks
+
+        Run.build_hooks = build_with_stop
     with suppress(Stopped):
         tiny_task.train(data, output, *SETTINGS, *settings, flags=flags)
     return read_metrics(output)
@@ -112,14 +117,18 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
     if amp == "timm":
         settings += ["MODEL=dict(timm='test_resnet', image_size=32)", "IMAGE_SIZES=[(1, 16)]"]
-    settings += ["EMA=0.9"] * (amp != "TORCH") + ["OPTIMIZER.name='muon'"] * (amp == "Muon")
+    if amp != "TORCH":
+        settings.append("EMA=0.9")
+    if amp == "Muon":
+        settings.append("OPTIMIZER.name='muon'")
     if amp == "head":
         train(data, tmp_path / "body", ["MAX_STEPS=1"])
         settings += ["FREEZE=body", f"INIT={tmp_path / 'body'}"]
     epochs = 1 if options else 2
     settings.append(f"NUM_EPOCHS={epochs}")
     run_ranks(gpus, train, data, tmp_path / "whole", settings)
-    whole, steps = read_result(tmp_path / "whole"), 4 * epochs
+    whole = read_result(tmp_path / "whole")
+    steps = 4 * epochs
     assert ("raw.safetensors" in whole) == (amp != "TORCH")
     assert list(whole["trainer.json"]["trainer"].values()) == [steps, epochs, 0, steps]
     for number, stop in enumerate(stops):

@@ -69,7 +69,8 @@ def at(owner: Any, name: str, call: int, action: Inject, until: float = 0) -> In
     """
 
     def inject() -> None:
-        function, calls = getattr(owner, name), itertools.count(1)
+        function = getattr(owner, name)
+        calls = itertools.count(1)
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
             if call <= next(calls) <= max(call, until):

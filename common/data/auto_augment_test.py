@@ -17,7 +17,8 @@ IMAGE = Image.fromarray(NOISE).resize((31, 20), Image.Resampling.BICUBIC)
 
 def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
     """Return torchvision's result if it draws ``numbers``: in pairs, the operation and the sign."""
-    pairs, signs = iter(numbers.reshape(-1, 2)), []
+    pairs = iter(numbers.reshape(-1, 2))
+    signs = []
 
     def randint(count: int, _: tuple) -> int:
         which, sign = next(pairs)
@@ -33,7 +34,8 @@ def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
 
 def auto_augment(numbers: np.ndarray) -> Image.Image:
     """Return what torchvision's functions make of the image."""
-    theirs, image = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10), IMAGE
+    theirs = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
+    image = IMAGE
     for (name, probability, level), (applied, sign) in zip(
         theirs._policies[int(25 * numbers[0])], numbers[1:].reshape(2, 2), strict=True
     ):

@@ -88,7 +88,9 @@ def test_the_last_epochs_are_not_blended(epochs, off, blended):
 def test_all_draws_depend_on_seed_and_position_alone():
     """In each process, each epoch and after a restart; each change is there without the others."""
     for rank in (1, 0):
-        plain, augment, resumed = build(rank), build(rank, **PIXEL), build(rank, **PIXEL)
+        plain = build(rank)
+        augment = build(rank, **PIXEL)
+        resumed = build(rank, **PIXEL)
         found = [images for _ in range(2) for images, _ in augment]
         for number, (images, labels) in enumerate([*plain, *plain]):
             epoch, batch = divmod(number, 6)

@@ -80,7 +80,8 @@ def shown_by_torchvision(
     ],
 )
 def test_a_crop_shows_what_torchvision_shows(crop, size, interpolation):
-    random, crop = np.random.default_rng(0), replace(crop, interpolation=interpolation)
+    random = np.random.default_rng(0)
+    crop = replace(crop, interpolation=interpolation)
     shapes = [(375, 500), (500, 333), (9, 13), (300, 41), *random.integers(20, 400, (20, 2))]
     for number, (height, width) in enumerate(shapes):
         pixels = random.integers(0, 256, (height, width, 3), np.uint8)

@@ -37,7 +37,8 @@ def build(
 def global_batches(*sizes: int, epoch: int = 0, **options: object) -> tuple[np.ndarray, np.ndarray]:
     """Reassemble the micro-batches of all ranks: indices [steps, B] and uniforms [steps, B, 5]."""
     steps = sizes[0] // sizes[1]
-    indices, uniforms = [], []
+    indices = []
+    uniforms = []
     for rank in build(*sizes, **options):
         draws = list(rank.draws(epoch))
         indices.append(np.concatenate([draw.indices for draw in draws]).reshape(steps, -1))

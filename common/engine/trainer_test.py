@@ -53,7 +53,8 @@ def fit(
         schedule = build_schedule(optimizer)
         hooks = [*hooks, LRSchedulerHook(schedule, by_epoch=True)] if by_epoch else hooks
         batch = torch.full((2, 3), float(gpc.get_global_rank())), torch.zeros(2, dtype=torch.long)
-        train, test = [batch] * batches, [batch] * test_batches or None
+        train = [batch] * batches
+        test = [batch] * test_batches or None
         engine, train, test, _ = initialize(
             model, optimizer, nn.CrossEntropyLoss(), train, test, schedule
         )

@@ -29,7 +29,10 @@ from common.engine.tensor_parallel.layout import (
 from common.engine.upstream import ParallelMode, all_gather, gpc, tensor_parallel_env
 from common.testing.ranks import launched, run_ranks, slow
 
-BATCH, TOKENS, WIDTH, CLASSES = 16, 4, 16, 8
+BATCH = 16
+TOKENS = 4
+WIDTH = 16
+CLASSES = 8
 Cuts = tuple[tuple[int, ParallelMode], ...]
 # name: ranks, the config's parallel.tensor, the suffix of the layers' names, how activations
 # [B, N, D] are cut: by samples, then by channels.
@@ -105,7 +108,8 @@ def tied(embedding: nn.Module, head: Callable[..., nn.Module]) -> nn.Module:
 
 
 def tied_linear(bias: bool) -> nn.Module:
-    embedding, head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=bias)
+    embedding = nn.Embedding(CLASSES, WIDTH)
+    head = nn.Linear(WIDTH, CLASSES, bias=bias)
     head.weight = embedding.weight
     return nn.Sequential(embedding, head)
 
@@ -113,7 +117,8 @@ def tied_linear(bias: bool) -> nn.Module:
 def rows_of(case: str) -> dict[str, Row]:
     """Return the rows of a mode by name."""
     _, _, suffix, samples, channels = MODES[case]
-    is_1d, is_3d = suffix == "1D", suffix == "3D"
+    is_1d = suffix == "1D"
+    is_3d = suffix == "3D"
     split = samples + channels
     # Where a vocabulary-parallel classifier leaves the classes.
     classes = ((2, TENSOR),) if is_1d else AFTER_LINEAR_3D if is_3d else split
@@ -264,7 +269,8 @@ def cut(tensor: Tensor, cuts: Cuts) -> Tensor:
 def compare_row(row: Row) -> dict[str, float]:
     """Return the greatest difference of this rank from one process, by what is compared."""
     torch.manual_seed(0)
-    reference, x = row.reference(), row.x()
+    reference = row.reference()
+    x = row.x()
     layer = row.build()
     names = [name for name, _ in layer.named_parameters()]
     full = dict(zip(names, reference.parameters(), strict=True))
@@ -280,7 +286,8 @@ def compare_row(row: Row) -> dict[str, float]:
     if has_gradient:
         x.requires_grad_()
         local.requires_grad_()
-    out, local_out = reference(x), layer(local)
+    out = reference(x)
+    local_out = layer(local)
     pairs["output"] = local_out, cut(out, row.out_cuts)
     grad = torch.randn(out.shape)
     out.backward(grad)

@@ -33,7 +33,8 @@ MPICH = variables("PMI_RANK=3 MPI_LOCALRANKID=1 PMI_SIZE=4 MPI_LOCALNRANKS=4")
 PALS = variables("PMI_RANK=3 PMI_LOCAL_RANK=1 PMI_SIZE=4 PMI_LOCAL_SIZE=2 PALS_APID=7")
 RENDEZVOUS = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
 SBATCH_SHELL = variables("SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4")
-BY_TORCHRUN, ALONE = ("torch", 3, 1, 4, "node0", 29500), ("single", 0, 0, 1, "127.0.0.1", 0)
+BY_TORCHRUN = ("torch", 3, 1, 4, "node0", 29500)
+ALONE = ("single", 0, 0, 1, "127.0.0.1", 0)
 
 
 def detect(line: str, environ: Mapping[str, str]) -> Launch:

@@ -80,7 +80,8 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
     (tmp_path / "config.json").write_text(
         '{"config": {"BCE_THRESHOLD": 0.0, "CUTMIX": 1.0, "CLASS_WEIGHTS": "balanced"}}'
     )
-    file, logger = JsonLines(tmp_path), curves.Curves(tmp_path)
+    file = JsonLines(tmp_path)
+    logger = curves.Curves(tmp_path)
     for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
         file(record)
     file.close()
@@ -93,7 +94,8 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
     for (figure, path), _ in save.call_args_list[2:]:
         lines = figure.axes[0].lines
         figure.draw_without_rendering()
-        legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+        legend = figure.legends[0].get_window_extent()
+        axes = figure.axes[0].get_window_extent()
         assert legend.x1 < figure.bbox.x1
         assert legend.y1 < axes.y0
         assert axes.width > 0.8 * figure.bbox.width
@@ -118,7 +120,8 @@ def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, caps
         f"{line} on 8 images",
         f"{line}, auroc 0.7500 on 8 images",
     ]
-    progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
+    progress.bar.n = 14000
+    progress.bar.start_t = progress.bar.start_t - 10 * 3600
     words = r"50% 14000/28000 20:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
     assert re.fullmatch(words, str(progress.bar))
     progress.close()

@@ -31,7 +31,8 @@ def read_rows(output: Path) -> np.ndarray:
 def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_path, capsys):
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
     find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
-    rows, said = read_rows(tmp_path / "found"), capsys.readouterr().out
+    rows = read_rows(tmp_path / "found")
+    said = capsys.readouterr().out
     assert " 40 steps instead of training; nothing is saved but find_lr.png and" in f" {said}"
     first = read_metrics(train(data, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
@@ -61,7 +62,8 @@ def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
 def test_two_ranks_find_what_one_does(data, tmp_path, settings):
     run_ranks(2, find, data, tmp_path / "two", *settings)
     find(data, tmp_path / "one")
-    two, one = read_rows(tmp_path / "two"), read_rows(tmp_path / "one")
+    two = read_rows(tmp_path / "two")
+    one = read_rows(tmp_path / "one")
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 

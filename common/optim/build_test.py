@@ -57,7 +57,8 @@ def test_trains_as_the_optimizer_it_names(name, options, reference):
 
 def learning_rates(build: Callable[[SGD], LRScheduler], steps: int) -> list[float]:
     """Return the learning rate that each optimizer step is taken with."""
-    optimizer, rates = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK), []
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    rates = []
     scheduler = build(optimizer)
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -48,10 +48,8 @@ def set_gradients(params: list[nn.Parameter], step: int, scale: float) -> None:
 )
 def test_variants_and_options_are_those_of_colossalai_and_timm(ours, theirs, scale):
     """Both take ten steps on the same gradients; the parameters have to agree after every step."""
-    common, variant = (
-        {"lr": 1.8e-2, "weight_decay": 0.1},
-        {"variant": "apex" if scale == 1 else "timm"},
-    )
+    common = {"lr": 1.8e-2, "weight_decay": 0.1}
+    variant = {"variant": "apex" if scale == 1 else "timm"}
     build = UpstreamLamb if theirs is None else partial(TimmLamb, **theirs)
     pair = Lamb(two_groups(), **common, **variant | ours), build(two_groups(), **common)
     for step in range(10):

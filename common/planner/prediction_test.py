@@ -123,7 +123,8 @@ def test_gradients_are_reduced_during_the_last_backward_pass(between, micro_batc
     config = build_config(**WHOLE_ONLY) | in_micro_batches(micro_batch)
     (found,) = build_planner(config, 16, cluster).predict_modes()
     assert found.accumulation == 256 // micro_batch
-    estimate, compute = found.estimate, 256 / 1000  # seconds for 256 of 4096 images on each GPU
+    estimate = found.estimate
+    compute = 256 / 1000  # seconds for 256 of 4096 images on each GPU
     reduction = (
         2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * 20e-6
     )

@@ -93,7 +93,8 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
 SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 100}
 VIT_TI = SMALL | {"depth": 12}
 # In bfloat16 where that is fast, else in float32: these models would take minutes.
-TORCH, NAIVE = {"mode": AMP_TYPE.TORCH}, {"mode": AMP_TYPE.NAIVE}
+TORCH = {"mode": AMP_TYPE.TORCH}
+NAIVE = {"mode": AMP_TYPE.NAIVE}
 FLOAT16 = TORCH | {"dtype": "float16"}
 CHECKPOINT = {"activation_checkpoint": True}
 

@@ -58,7 +58,9 @@ def run_forked(main: Main, argv: Sequence[object] = (), code: int = 0, **environ
     """Run ``main(argv)`` by `forked`; expect this exit status (-9: a signal), no traceback."""
     with forked(main, argv, **environ) as (process, stdout, stderr):
         process.join(TIMEOUT)
-        found, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
+        found = process.exitcode
+        out = stdout.read_text()
+        err = stderr.read_text()
     assert found == code, f"{argv}: exit status {found}, None after {TIMEOUT:g} s:\n{out}\n{err}"
     assert "Traceback" not in err, err
     return Ended(out, err)
@@ -72,7 +74,8 @@ def _run(
     sys.stdout, sys.stderr = (
         os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2)
     )
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    sys.__stdout__ = sys.stdout
+    sys.__stderr__ = sys.stderr
     os.environ.update(environ)
     try:
         run_command(main, [str(word) for word in argv])

@@ -49,7 +49,9 @@ MODEL = {
     "mlp_ratio": 2.0,
     "num_classes": 8,
 }
-MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # images over all data-parallel ranks together
+MICRO_BATCH = 16  # images over all data-parallel ranks together
+ACCUMULATION = 2
+STEPS = 2
 MAX_NORM = 0.3
 launched_clipping = partial(launched, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
 # every optimizer, a new one too
@@ -132,7 +134,8 @@ def fit(engine: Engine, steps: int = STEPS) -> list[float]:
     The first step and the second follow one that all ranks have to skip: on the first rank its
     second micro-batch has no label, so that cross-entropy is NaN and its gradient 0.
     """
-    rank, size = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    rank = gpc.get_local_rank(ParallelMode.DATA)
+    size = gpc.get_world_size(ParallelMode.DATA)
     first, second, *others = micro_batches(steps, rank, size)
     images, labels = second
     if gpc.get_global_rank() == 0:

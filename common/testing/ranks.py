@@ -42,8 +42,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """
     import_once()
     context = multiprocessing.get_context("fork")
-    port, work = free_port(), partial(function, *args)
-    processes, pending = [], {}
+    port = free_port()
+    work = partial(function, *args)
+    processes = []
+    pending = {}
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)

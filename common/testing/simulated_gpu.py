@@ -94,7 +94,8 @@ class SimulatedGpu(TorchDispatchMode):
                 return
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, packet = dict(kwargs or {}), function._overloadpacket
+        kwargs = dict(kwargs or {})
+        packet = function._overloadpacket
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, DTensor) for leaf in leaves):
             return NotImplemented  # its own dispatch comes back with GpuTensors
@@ -268,7 +269,9 @@ def simulate_gpu() -> SimulatedGpu:
 
 def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
     """Return the batches' images, the waits after the first, and the mean count of kernels."""
-    gpu, images, waits = simulate_gpu(), [], {}
+    gpu = simulate_gpu()
+    images = []
+    waits = {}
     stop_signals.install()  # a run does it: workers end with the thread that forks them
     for batch, _ in build(CUDA):
         waits |= gpu.waits if images else {}
@@ -282,7 +285,8 @@ def _let_autograd_run():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get_hooks = library["_ZN2at6detail12getCUDAHooksEv"]  # at::detail::getCUDAHooks
     get_hooks.restype = ctypes.POINTER(ctypes.c_void_p)
-    hooks, size = get_hooks(), 80
+    hooks = get_hooks()
+    size = 80
     table = (ctypes.c_void_p * size).from_buffer_copy(
         (ctypes.c_void_p * size).from_address(hooks[0] - 16)
     )

@@ -56,10 +56,8 @@ def records(output: Path) -> list[Any]:
 
 def train(data: Path, output: Path, *settings: str) -> Waits:
     """Train on a simulated GPU; return where the host has waited."""
-    gpu, curves.draw_curves = (
-        simulate_gpu(),
-        lambda *_: None,
-    )  # drawing takes longer than training here
+    gpu = simulate_gpu()
+    curves.draw_curves = lambda *_: None  # drawing takes longer than training here
     tiny_task.train(data, output, *SETTINGS, *settings)
     return gpu.waits
 

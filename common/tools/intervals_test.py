@@ -172,6 +172,7 @@ def test_an_influence_is_the_derivative_of_scikit_learns_metric_by_a_samples_wei
 
 
 def test_an_answer_that_is_none_is_no_class():
-    labels, best = np.array([0, 0, 1, 1]), np.array([0, -1, 1, 1])
+    labels = np.array([0, 0, 1, 1])
+    best = np.array([0, -1, 1, 1])
     # F1 of class 0 is 2 / 3, of class 1 it is 1
     assert intervals.influence_on_f1(labels, best) == pytest.approx([1 / 9, -1 / 9, 0, 0])

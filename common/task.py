@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ def find_task(name: str) -> Task:
 
 
 def add_task(script: str) -> None:
-    """Add the ``TASK`` of a user's own script to `TASKS`."""
+    """Add the ``TASK`` of a user's own script, an argument of a command, to `TASKS`."""
     folder = os.path.dirname(os.path.abspath(script))
     # As for `python script`, which may import modules beside it.
     sys.path.insert(0, folder)
@@ -113,10 +114,11 @@ def add_task(script: str) -> None:
     module = Path(script).stem
     try:
         TASKS[importlib.import_module(module).TASK.name] = module
-    except (AttributeError, ModuleNotFoundError) as error:
-        raise UserError(
-            f"--task {script}: {error}; give a script with a TASK, as image_task() of common.task "
-            "returns it"
+    # All that the script may raise: argparse would hide a ValueError.
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"{script}: {type(error).__name__}: {error}; give a script that runs and has a TASK, "
+            "as image_task() of common.task returns it"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from common.checkpoint.saved_run import SavedRun
 from common.errors import UserError, command_parser
@@ -14,13 +13,6 @@ OTHERS = (
     ", a file of weights, a folder that export wrote for timm, a model of timm's by name, or "
     "hf-hub:<user>/<name>"
 )
-
-
-class _AddTask(argparse.Action):
-    """Take the task of a script; an argument's ``type`` would hide the script's errors."""
-
-    def __call__(self, parser: object, namespace: object, script: Any, option: object = "") -> None:
-        add_task(script)
 
 
 def build_parser(description: str | None, *, takes_others: bool = False) -> argparse.ArgumentParser:
@@ -39,7 +31,7 @@ def build_parser(description: str | None, *, takes_others: bool = False) -> argp
     )
     parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
     parser.add_argument(
-        "--task", action=_AddTask, metavar="FILE", help="of a task of your own: its script"
+        "--task", type=add_task, metavar="FILE", help="of a task of your own: its script"
     )
     if takes_others:
         parser.add_argument(

@@ -19,11 +19,16 @@ def test_no_module_that_a_run_names_is_imported(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("absent.py", "No module named 'absent'"), ("empty.py", "module 'empty' has no attribute")],
+    [
+        ("absent.py", "ModuleNotFoundError: No module named 'absent'"),
+        ("empty.py", "AttributeError: module 'empty' has no attribute 'TASK'"),
+        ("broken.py", "ZeroDivisionError: division by zero"),
+    ],
 )
 def test_a_script_without_a_task_is_refused(script, words, run, tmp_path):
     (tmp_path / "empty.py").touch()
-    with pytest.raises(UserError, match=f"--task .*{script}: {words}.*; give a script with a TASK"):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UserError, match=f"--task: .*{script}: {words}.*; give a script that runs"):
         evaluate.main([str(run), f"--task={tmp_path / script}"])
 
 

@@ -1,7 +1,7 @@
 """Declare the config's keys (pydantic), and explain in one line a value that does not fit."""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -21,6 +21,20 @@ from common.errors import UserError
 from common.files import Schema, Values
 from common.text import did_you_mean
 
+# What other libraries call a key, where another key has a more similar name.
+ALIASES = {
+    "hidden_size": "MODEL.width",
+    "embed_dim": "MODEL.width",
+    "num_heads": "MODEL.heads",
+    "num_attention_heads": "MODEL.heads",
+    "num_layers": "MODEL.depth",
+    "num_hidden_layers": "MODEL.depth",
+    "gradient_clipping": "clip_grad_norm",
+    "gradient_clip_val": "clip_grad_norm",
+    "patch_size": "MODEL.patch_size",
+    "drop_rate": "MODEL.dropout",
+    "lr": "LEARNING_RATE",
+}
 # The default of an option that depends on `Options.CHOICE`.
 OF_CHOICE: Any = None
 # Finite; an integer stays one: pydantic would return a float, and 30 be shown as 30.0.
@@ -136,7 +150,7 @@ def _explain(problem: Any, section: type[Section], values: Values, where: str) -
     names = list(accumulate(map(str, problem["loc"]), "{}.{}".format))
     key = next((name for name in reversed(names) if name in keys), "")
     if problem["type"] == "extra_forbidden":
-        return f"{where}unknown key {names[-1]}{did_you_mean(names[-1], keys)}"
+        return f"{where}unknown key {names[-1]}{suggest_key(names[-1], keys)}"
     if problem["type"] == "missing" and key == names[-1]:
         return f"{where}{key} is missing: {keys[key].description}"
     # The section ``key`` as a whole is wrong.
@@ -144,6 +158,11 @@ def _explain(problem: Any, section: type[Section], values: Values, where: str) -
         return f"{key}.".removeprefix(".") + str(problem["ctx"]["error"])
     value = flatten(values).get(key, problem["input"])
     return f"{key}={value!r}"[:150] + f": expected {values_of(keys[key])}"
+
+
+def suggest_key(name: str, known: Iterable[str]) -> str:
+    """Return `did_you_mean` for a key, which may have its name in another library."""
+    return did_you_mean(ALIASES.get(name.rpartition(".")[2].lower(), name), known)
 
 
 def flatten(values: Values, prefix: str = "") -> dict[str, Any]:

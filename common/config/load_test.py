@@ -226,6 +226,10 @@ REFUSED = {  # settings: what the message matches
     "TENSOR_PARALLEL_MODE=1d; parallel.tensor.mode=2d": "MODE='1d' contradict parallel.tensor",
     "MODEL.timm=resnet18; MODEL.pretrained=yes": "^MODEL.pretrained='yes': expected True or False$",
     "batch_size=8": "batch_size: unknown key; did you mean 'BATCH_SIZE'",
+    # what other libraries call a key
+    "num_layers=6": "^num_layers: unknown key; did you mean 'MODEL.depth'",
+    "MODEL.embed_dim=64": "unknown key MODEL.embed_dim; did you mean 'MODEL.width'",
+    "gradient_clipping=1": "^gradient_clipping: unknown key; did you mean 'clip_grad_norm'",
 } | {setting: f"^{setting.partition('=')[0]}=.*: expected " for setting in OUT_OF_RANGE}
 
 

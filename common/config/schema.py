@@ -28,6 +28,7 @@ from common.config.fields import (
     all_keys,
     flatten,
     key,
+    suggest_key,
     values_of,
 )
 from common.config.model_keys import Model, Size, TimmModel, choose_model
@@ -35,7 +36,6 @@ from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
 from common.optim.schedules import SCHEDULES
-from common.text import did_you_mean
 
 Magnitude = Annotated[NonNegative, Le(10)]
 TorchvisionRandAugment = AnySequence[tuple[Natural, Magnitude]]
@@ -592,7 +592,7 @@ def find_key(name: str) -> FieldInfo:
     """Return the key of a dotted name; raise `UserError` with the nearest for an unknown one."""
     keys = known_keys()
     if name not in keys:
-        raise UserError(f"{name}: unknown key{did_you_mean(name, keys)}")
+        raise UserError(f"{name}: unknown key{suggest_key(name, keys)}")
     return keys[name]
 
 

@@ -91,6 +91,9 @@ def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
     if total is None:
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _divide_batch(config, total, data_parallel)
+    repeats = config["DATA"]["repeats"]
+    if repeats > total:
+        raise UserError(f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it")
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(

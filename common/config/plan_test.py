@@ -18,6 +18,7 @@ CONFIG = dict(
     MAX_STEPS=None,
     IMAGE_SIZES=[],
     MODEL=dict(image_size=224),
+    DATA=dict(repeats=64),
     parallel=dict(tensor=dict(size=1, mode=None)),
 )
 FOUR = dict(tensor=dict(size=4, mode="2d"))
@@ -109,6 +110,7 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
             for micro_batch in (128, 1000)
         ),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
+        (dict(TOTAL_BATCH_SIZE=32), 1, "DATA.repeats=64 is more than TOTAL_BATCH_SIZE=32: lower"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
     ],
 )

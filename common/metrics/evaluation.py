@@ -41,6 +41,12 @@ def rank_evaluation(figures: Mapping[str, float | None], metric: str) -> Best:
     return Best(score, -loss)
 
 
+def metric_value(figures: Mapping[str, float | None], metric: str) -> float:
+    """Return a metric of an evaluation, NaN where it is missing or null."""
+    value = figures.get(metric)
+    return math.nan if value is None else value
+
+
 def rank_repetitions(evaluations: Sequence[Mapping[str, float | None]], metric: str) -> Best:
     """Return how good the best evaluations of runs that differ only in their seeds are.
 

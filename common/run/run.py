@@ -1,7 +1,6 @@
 """A started run, as `start_run` returns it, and what it leaves in its folder."""
 
 import json
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from common.errors import UserError
 from common.files import ROOT, own_file, short_path
 from common.launch.signals import signal_name, stop_signals
 from common.locks import unlock_folder
+from common.metrics.evaluation import metric_value
 from common.metrics.hook import MetricsHook
 from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, read_metrics
@@ -186,7 +186,7 @@ def read_records(output: Path, kind: str) -> list[Metrics]:
 
 def describe_best(best: Metrics, metric: str) -> str:
     """Return its ``metric``, the config's BEST, and its step."""
-    return f"{metric} {best.get(metric, math.nan):.4f} at step {best['step']}"
+    return f"{metric} {metric_value(best, metric):.4f} at step {best['step']}"
 
 
 def write_config(output: Path, about: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from common.config.load import load_config
 from common.config.plan import build_plan
 from common.files import ROOT
-from common.run.run import Run, write_start
+from common.run.run import Run, describe_best, write_start
 from common.testing.ranks import launched
 
 FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "samples": 2}'
@@ -44,6 +44,10 @@ def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
     best += "best         top1 0.5000 at step 1 (checkpoints/step-00000001)\n"
     expected = [f"{PRINTED}{end}" for end in ("top1=?\n", "top1=0.5000\n", f"{best}top1=0.2500\n")]
     assert capsys.readouterr().out == "".join(expected)
+
+
+def test_the_best_by_a_hooks_score_may_lack_the_metric_of_best():
+    assert describe_best({"step": 3, "auroc": None}, "auroc") == "auroc nan at step 3"
 
 
 def test_a_line_that_a_full_disk_cut_is_not_continued(tmp_path):

@@ -33,7 +33,7 @@ from common.config.fields import flatten
 from common.errors import UserError, command_parser
 from common.files import Values, fingerprint_of, plain_cell, replacing, short_path
 from common.metrics.curves import name_loss
-from common.metrics.evaluation import Best, rank_evaluation
+from common.metrics.evaluation import Best, metric_value, rank_evaluation
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
 from common.metrics.plot import build_figure
 from common.process import ends_cleanly
@@ -294,7 +294,9 @@ def _describe_best(run: RecordedRun) -> str:
         return ABSENT
     step = f"at step {best['step']:,}"
     top1 = f"top-1 {best['top1']:.2%}"
-    return f"{top1} {step}" if metric == "top1" else f"{metric} {best[metric]:.4f} {step}, {top1}"
+    if metric == "top1":
+        return f"{top1} {step}"
+    return f"{metric} {metric_value(best, metric):.4f} {step}, {top1}"
 
 
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {

@@ -139,6 +139,13 @@ def test_the_best_evaluation_is_that_of_best(tmp_path):
         assert f"Best evaluation, by BEST {said} Steps" in words_of(make(run))
 
 
+def test_the_best_by_a_hooks_score_may_lack_the_metric_of_best(tmp_path):
+    best = evaluation(1, 0.5) | {"auroc": None, "score": 2.0}
+    other = evaluation(2, 0.75) | {"auroc": 0.9, "score": 1.0}
+    page = make(write_run(tmp_path / "run", [best, other], {"BEST": "auroc"}))
+    assert "by BEST auroc nan at step 1, top-1 50.00% Steps" in words_of(page)
+
+
 def test_the_best_evaluation_is_that_of_the_marked_checkpoint(tmp_path):
     """With another BEST or other data the best starts anew: the earlier ones do not count."""
     run = write_run(tmp_path / "run", [evaluation(step, 1 / step) for step in (1, 2, 4)])

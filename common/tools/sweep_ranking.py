@@ -1,6 +1,5 @@
 """Which combination of a sweep is best: the tables of its runs."""
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.files import Values
-from common.metrics.evaluation import Best, rank_repetitions
+from common.metrics.evaluation import Best, metric_value, rank_repetitions
 from common.metrics.metrics_file import CHARTS
 from common.text import format_table, print_wrapped
 from common.tools.report import ABSENT, RecordedRun, find_runs, load_readable
@@ -118,7 +117,7 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
     ranked = []
     for values, group in groups.items():
         bests = [run.best for run in group if run.final]
-        measured = [scale * best.get(metric, math.nan) for best in bests]
+        measured = [scale * metric_value(best, metric) for best in bests]
         steps = dict.fromkeys(run.steps + notes.get(run.name, "") for run in group)
         shown_mean = shown_range = shown_loss = ABSENT
         if bests:

@@ -164,6 +164,10 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     ):
         ranked = sweep_ranking.rank_combinations(part, {})
         assert sweep_ranking.name_best(ranked) == verdict
+    # chosen by a hook's score, where BEST is null
+    scored = finished_run(0.5, best="auroc")
+    scored.metrics[0].update(auroc=None, score=1.0)
+    assert sweep_ranking.rank_combinations([scored], {})[0].row["auroc"] == "nan%"
     ranked = sweep_ranking.rank_combinations(by_loss, {})
     assert list(ranked[0].row) == ["RATE", "loss", "range", "n", "steps"]
     drawn = []

@@ -48,8 +48,6 @@ LEARNING_RATE = 0.01
 MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0)
 LOG = dict(tensorboard=False)
 """
-# torch 2.15 would have it called otherwise.
-pytestmark = pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
 SCRIPTS = {"imagenet": train_dali, "cifar": train_cifar, "caltech": train_caltech}
 LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.2, -3.0]])
 LABELS = torch.tensor([0, 2])

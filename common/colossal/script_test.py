@@ -137,6 +137,8 @@ print("as expected", all(gpc.config[key] == value for key, value in expected.ite
 logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
 assert Accuracy()(logits, labels) == 3
 assert CrossEntropyLoss()(logits, labels) == nn.functional.cross_entropy(logits, labels)
+total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+assert CrossEntropyLoss("sum")(logits, labels) == total
 """
 # Colossal-AI's printed configs use AMP_TYPE without an import.
 OWN_FILE = """
@@ -162,6 +164,8 @@ colossalai.initialize(model, colossalai.Lamb(model.parameters()))
 PADDED = "cnn.VocabParallelEmbedding1D(8, 16, padding_idx=1)"
 SHARED = "cnn.Classifier1D(16, 8, weight=cnn.VocabParallelEmbedding1D(8, 16).weight)"
 LARS = f"from colossalai.nn.optimizer import Lars{LAMB.replace('colossalai.Lamb', 'Lars')}"
+ADAFACTOR = LAMB.replace("colossalai.Lamb", "torch.optim.Adafactor")
+CAME = LARS.replace("Lars", "CAME").replace("parameters()", "parameters(), lr=1.0")
 SRUN = """
 import os
 colossalai.shutdown()
@@ -282,6 +286,8 @@ SCRIPTS = [
     (2, TENSOR, SAVE, "saved True"),
     (2, TENSOR, LAMB, "Lamb would take norms of shards"),
     (2, TENSOR, LARS, "Lars would take norms of shards"),
+    (2, TENSOR, ADAFACTOR, "Adafactor would take norms of shards"),
+    (2, TENSOR, CAME, "CAME would take norms of shards"),
     (1, "{}", SRUN, NO_PORT),
     (1, "{}", MPIRUN, NO_PORT),
 ]

@@ -1,5 +1,7 @@
 """The engine: model, loss and optimizer in the parallel mode and precision of the config."""
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -22,8 +24,6 @@ from common.engine.tensor_parallel.sharding import is_sharded, named_shards, per
 from common.engine.upstream import (
     ParallelMode,
     UpstreamEngine,
-    UpstreamLamb,
-    UpstreamLars,
     get_accelerator,
     gpc,
 )
@@ -31,6 +31,9 @@ from common.engine.upstream_layers import check_parameters
 from common.engine.zero import set_communication
 from common.errors import UserError
 from common.process import at_end
+
+# Optimizers whose update of a number depends on the rest of its tensor.
+OF_WHOLE_TENSORS = re.compile("lamb|lars|came|adafactor|muon|galore|lbfgs|novograd|adamp|sgdp|mars")
 
 
 class Engine(UpstreamEngine):
@@ -273,8 +276,9 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"
             )
-    # Upstream's optimizers know nothing of shards: trust ratios would be wrong in silence.
-    if isinstance(optimizer, (UpstreamLamb, UpstreamLars)) and has_shards:
+    # Others' optimizers know nothing of shards: trust ratios and means would be wrong in silence.
+    others = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("common.")]
+    if has_shards and any(OF_WHOLE_TENSORS.search(kind.__name__.lower()) for kind in others):
         raise UserError(
             f"{type(optimizer).__name__} would take norms of shards: use "
             "build_optimizer(model, 'lamb') of common.optim.build"
@@ -315,4 +319,8 @@ def _wrap_in_ddp(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]
-    return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options)
+    options["process_group"] = gpc.get_group(ParallelMode.DATA)
+    with warnings.catch_warnings():
+        # torch's new name for it means something else at the start.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+        return DistributedDataParallel(model, **options)

@@ -461,6 +461,15 @@ def repair_loss_and_accuracy() -> None:
     the last layer built how logits are split: wrong for those of `shard_model`, and an accuracy of
     split classes is that of shards.
     """
+    build = upstream_loss.CrossEntropyLoss.__init__
+
+    def build_loss(criterion: Any, reduction: Any = True, *args: Any, **options: Any) -> None:
+        build(criterion, reduction, *args, **options)
+        # torch's "sum": upstream takes any text for True, the mean.
+        if isinstance(reduction, str):
+            criterion.loss.reduction = reduction
+
+    upstream_loss.CrossEntropyLoss.__init__ = build_loss
     # Upstream would choose a loss by the mode, an accuracy by this table.
     upstream_loss.get_tensor_parallel_mode = lambda: None
     upstream_metric._parallel_accuracy.clear()

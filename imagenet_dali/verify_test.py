@@ -55,9 +55,14 @@ SAMPLES = [(encode(image), number % 3) for number, image in enumerate(SHAPED)]
     ("base", "names", "validation"),
     [(0, "{split}/{split}-0000{n}-of-2", "Val"), (1, "{split}-0000{n}-of-2", "validation")],
 )
-def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, validation):
+def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, capsys, base, names, validation):
     samples = [(image, label + base) for image, label in SAMPLES]
-    (tmp_path / "test-0").write_text("left out")
+    unused = ["other/train-0", "test-0"]
+    if "/" in names:  # beside the folder train
+        unused.append("train-2")
+    (tmp_path / "other").mkdir()
+    for name in unused:
+        (tmp_path / name).write_text("left out")
     for split in ("train", validation):
         for n in range(2):
             shard = tmp_path / names.format(split=split, n=n)
@@ -68,6 +73,8 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
         (tmp_path / "labels.txt").write_text("0\n1\n2\n")
     shards = read_folder(tmp_path)
     main(["--adopt", str(tmp_path), "--workers=1"])
+    said = f"not used: {len(unused)} files, {', '.join(unused)}\n"
+    assert capsys.readouterr().out.startswith(said)
     assert read_folder(tmp_path).items() >= shards.items()
     for name in ("train", "validation"):
         split = open_split(tmp_path, name)
@@ -127,6 +134,18 @@ def test_what_is_no_data_set_is_refused(tmp_path, capsys, labels, names, more, m
     assert re.search(message, f"{error.value} {capsys.readouterr().out}")
     (tmp_path / "refused.txt").unlink(missing_ok=True)
     assert read_folder(tmp_path) == before
+
+
+def test_all_shards_that_cannot_be_read_are_named(tmp_path, capsys):
+    write_foreign(tmp_path / "train-0", SAMPLES)
+    (tmp_path / "train-1").write_bytes(FIRST[:-1])
+    (tmp_path / "validation-0").write_bytes(b"")
+    with pytest.raises(UserError, match=f"^{tmp_path}: of 2 shards not all records are found"):
+        main(["--adopt", str(tmp_path), "--workers=1"])
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"{tmp_path}/train-1",
+        f"{tmp_path}/validation-0",
+    ]
 
 
 def test_bad_records_are_left_out_up_to_a_share(tmp_path, capsys):

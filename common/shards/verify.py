@@ -37,7 +37,7 @@ from common.shards.writer import (
     write_dataset,
     write_file,
 )
-from common.text import counted, print_some
+from common.text import counted, list_some, print_some, printable
 
 REFUSED = "refused.txt"
 
@@ -85,6 +85,11 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
             f"{root}: no such folder, or no shards: they are the files of train/, or files named "
             "train-*"
         )
+    # In folders of other names too: all that was meant to be used.
+    listed = {path.relative_to(root).as_posix() for path in root.rglob("*") if _is_shard(path)}
+    unused = sorted(listed.difference(*names.values()))
+    if unused:
+        print(printable(f"not used: {counted(len(unused), 'file')}, {list_some(unused)}"))
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     shards = _inspect_shards(root, list(itertools.chain(*names.values())), workers, max_refused)
     present = np.unique(np.concatenate([shard.rows["label"] for shard in shards.values()]))
@@ -118,10 +123,17 @@ def _inspect_shards(
     """
     shards = {}
     refused = []
+    faults = []
     inspected = parallel_map(_inspect_shard, [(root, name) for name in names], workers)
     for shard in tqdm(inspected, total=len(names), unit="shard", disable=None):
+        if isinstance(shard, str):
+            faults.append(shard)
+            continue
         shards[shard.name] = shard
         refused += shard.refused
+    if faults:
+        print_some(faults)
+        raise UserError(f"{root}: of {len(faults)} shards not all records are found: see above")
     total = sum(len(shard.rows) for shard in shards.values()) + len(refused)
     report_refused(root, sorted(refused), total, max_refused)
     return shards
@@ -154,24 +166,25 @@ def _find_shards(root: Path, word: str) -> list[str]:
         if folder.name.lower() == word and folder.is_dir():
             paths = folder.iterdir()
             break
-    return sorted(
-        path.relative_to(root).as_posix()
-        for path in paths
-        # DALI's tfrecord2idx writes an index beside each shard.
-        if path.is_file() and path.suffix != ".idx" and not path.name.startswith(".")
-    )
+    return sorted(path.relative_to(root).as_posix() for path in paths if _is_shard(path))
 
 
-def _inspect_shard(task: tuple[Path, str]) -> FinishedShard:
+def _is_shard(path: Path) -> bool:
+    # DALI's tfrecord2idx writes an index beside each shard.
+    is_other = path.suffix == ".idx" or path.name in (LABELS, REFUSED)
+    return path.is_file() and not is_other and not path.name.startswith(".")
+
+
+def _inspect_shard(task: tuple[Path, str]) -> FinishedShard | str:
     """Index the shard ``root / name``, given as that pair.
 
-    Raises `UserError` where its records cannot all be found.
+    Returns what is wrong where its records cannot all be found.
     """
     root, name = task
     return retry_read(root / name, lambda: _index_shard(root / name, name))
 
 
-def _index_shard(path: Path, name: str) -> FinishedShard:
+def _index_shard(path: Path, name: str) -> FinishedShard | str:
     """Do `_inspect_shard`."""
     rows = []
     refused = []
@@ -197,9 +210,7 @@ def _index_shard(path: Path, name: str) -> FinishedShard:
         if not end:
             raise BadSampleError("no records")
     except BadSampleError as error:
-        raise UserError(
-            f"{path}: {error}, after {number + 1} records, at byte {end}; copy or write it again"
-        ) from error
+        return f"{path}: {error}, after {number + 1} records, at byte {end}; copy or write it again"
     return FinishedShard(name, sha256_of(path), np.array(rows, RECORD), refused)
 
 

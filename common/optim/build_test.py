@@ -7,6 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 from timm.optim.lamb import Lamb as TimmLamb
+from timm.scheduler import CosineLRScheduler
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, AdamW
@@ -76,6 +77,13 @@ def test_equals_colossalais_repaired_schedules(name, reference, total, warmup):
     theirs = learning_rates(lambda sgd: reference(sgd, total, warmup_steps=warmup), total)
     assert mine == pytest.approx(theirs, rel=1e-9)
     assert mine[warmup] == PEAK
+
+
+def test_timms_cosine_begins_before_the_warm_up_ends():
+    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "timm", 20, 5), 20)
+    sgd = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    theirs = CosineLRScheduler(sgd, 20, warmup_t=5, t_in_epochs=False)
+    assert mine == pytest.approx([theirs._get_lr(step)[0] for step in range(20)], rel=1e-9)
 
 
 def test_the_floor_and_the_start_of_the_warm_up_are_rates_of_the_highest_group():

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from PIL import Image
 from pyarrow.parquet import read_table
 
 from common.checkpoint.saved_run import SavedRun, open_run
+from common.engine.predictor import Predictor
 from common.errors import PartialError, UserError
 from common.files import ROOT
 from common.testing.tiny_task import NAMES, timm_logits
@@ -91,6 +93,16 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
     assert np.isnan(table["features"]).sum(1).tolist() == [32, 32, 32, 0]
 
 
+def test_a_model_without_an_answer_ends_with_2_whatever_follows(monkeypatch):
+    answers = [{"image": "a", "classes": None, "error": "NaN"}, {"image": "b", "error": "missing"}]
+    monkeypatch.setattr(predict, "open_model", lambda *_, **__: SimpleNamespace(class_names=["x"]))
+    monkeypatch.setattr(predict, "name_classes", lambda *_: None)
+    monkeypatch.setattr(predict, "predict", lambda *_: iter(answers))
+    with pytest.raises(PartialError) as error:
+        predict.main(["run", "a", "b", "--json"])
+    assert error.value.status == 2
+
+
 def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "BATCH", 2)
     noise = np.random.default_rng(2)
@@ -111,11 +123,14 @@ def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_pa
         Image.fromarray(pixels).save(name)
     expected = [answer["features"] for answer in predict.predict(open_run(str(run)), names)]
     opened = open_run(str(run))
+    # Between a thread's forward pass and what it reads of it, the others have their turn.
+    forward = Predictor.__call__
+    monkeypatch.setattr(Predictor, "__call__", lambda *args: (forward(*args), time.sleep(0.01))[0])
     loaded = Mock(wraps=opened.load_model)
     monkeypatch.setattr(SavedRun, "load_model", lambda _: loaded())
     with ThreadPoolExecutor(6) as pool:
         answers = pool.map(lambda name: next(predict.predict(opened, [name])), names * 9)
-    for answer, features in zip(answers, expected * 9, strict=True):
+    for answer, features in zip(list(answers), expected * 9, strict=True):
         np.testing.assert_allclose(answer["features"], features, atol=2e-3)
     assert loaded.call_count == 1
 

@@ -1,6 +1,6 @@
 """The loaders of a config's ``DATA``, over images kept in the memory of the training device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from common.data.image_loaders import SHARDS_ONLY
 from common.data.loader import Batches, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
+from common.files import Values
 from common.task import Task, refuse_unused
 
 # Keys of DATA for photographs only.
@@ -26,7 +27,7 @@ UNUSED = ("loader", "workers", "crop", "crop_scale", "crop_ratio", "randaugment"
 UNIFORMS_PER_SAMPLE = 3 + AutoAugment.UNIFORMS
 
 
-def describe_data(data: Mapping[str, Any]) -> DataSummary:
+def describe_data(data: Values) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
@@ -42,7 +43,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 
 
 def build_train_loader(
-    data: Mapping[str, Any],
+    data: Values,
     total_batch: int,
     micro_batch: int,
     *,
@@ -63,7 +64,7 @@ def build_train_loader(
 
 
 def build_eval_loader(
-    data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: Any
+    data: Values, batch: int, *, image_size: int, device: torch.device, **ranks: Any
 ) -> Loader:
     """Return the loader of the test split: each sample exactly once over all ranks, unchanged.
 
@@ -74,12 +75,12 @@ def build_eval_loader(
     return Loader(sampler, MemoryReader(images, None, data, device))
 
 
-def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+def build_eval_crop(data: Values, image_size: int) -> CenterCrop:
     """Return the transform from an image of any size to the data set's size."""
     return CenterCrop(image_size, short_side=image_size)
 
 
-def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
+def _load(data: Values, split: str, image_size: int) -> Images:
     """Return a split; raise `UserError` if its images are not of the model's size."""
     images: Images = getattr(open_images(data), split)
     side = images.images.shape[-1]
@@ -141,7 +142,7 @@ class MemoryReader:
     """
 
     def __init__(
-        self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device
+        self, images: Images, augment: Augment | None, data: Values, device: torch.device
     ) -> None:
         # The whole split, up to 154 MB for CIFAR-10: a step sends indices to the device, no images.
         self._images = torch.from_numpy(images.images).to(device)

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from common.data.image_folder import note_missing
 from common.data.image_split import ImageSplit
 from common.data.loader import Loader
 from common.errors import UserError
-from common.files import fingerprint_of
+from common.files import Values, fingerprint_of
 from common.process import at_end
 
 # The modules that hold a ``TASK``, by its name in config.json: nothing else that a run's folder
@@ -39,10 +39,10 @@ class Task:
     """
 
     name: str
-    describe: Callable[[Mapping[str, Any]], DataSummary]
+    describe: Callable[[Values], DataSummary]
     build_train_loader: Callable[..., Loader]
     build_eval_loader: Callable[..., Loader]
-    build_eval_crop: Callable[[Mapping[str, Any], int], CenterCrop]
+    build_eval_crop: Callable[[Values, int], CenterCrop]
     train_samples: int
     script: str = ""
     recipe: str | None = None
@@ -58,7 +58,7 @@ def image_task(name: str, open_split: Callable[..., ImageSplit], **options: Any)
     Its splits are opened for every use. ``options`` are further fields of `Task`.
     """
 
-    def describe(data: Mapping[str, Any]) -> DataSummary:
+    def describe(data: Values) -> DataSummary:
         refuse_unused(data, (*image_loaders.UNUSED, *image_loaders.SHARDS_ONLY, "loader"))
         return describe_splits(open_split(data, "train"), open_split(data, "test"))
 
@@ -122,7 +122,7 @@ def add_task(script: str) -> None:
         ) from error
 
 
-def named_root(data: Mapping[str, Any]) -> str:
+def named_root(data: Values) -> str:
     """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
     # A shell does not expand the ~ in --set DATA.root=~/images.
     return os.path.expanduser(data["root"] or os.environ.get("DATA") or "")
@@ -135,7 +135,7 @@ def ignored_root(root: str) -> str:
     return named if is_ignored else ""
 
 
-def data_root(data: Mapping[str, Any], download: str = "") -> str:
+def data_root(data: Values, download: str = "") -> str:
     """Return the data set's folder, as `named_root` does; refuse one that is not there.
 
     ``download`` names what DATA.download fetches in this task.
@@ -157,7 +157,7 @@ def data_root(data: Mapping[str, Any], download: str = "") -> str:
     return str(path)
 
 
-def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
+def refuse_unused(data: Values, names: Sequence[str]) -> None:
     """Raise `UserError` for the first key of ``DATA`` among ``names`` that is not at its default.
 
     A task names the keys that its loaders do not read, so that none is ignored silently.

@@ -1,7 +1,6 @@
 """The loaders of prepared data sets (DALI or simplejpeg) and image folders (simplejpeg, Pillow)."""
 
 import functools
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from common.data import image_loaders
 from common.data.image_split import FolderSplit, ImageSplit
 from common.data.loader import Loader
 from common.errors import UserError
+from common.files import Values
 from common.launchers import is_first_process
 from common.process import at_end
 from common.shards.dataset import MANIFEST, PARTIAL, open_split
@@ -22,7 +22,7 @@ from common.task import Task, describe_splits, refuse_unused
 from common.text import print_wrapped
 
 
-def describe_data(data: Mapping[str, Any]) -> DataSummary:
+def describe_data(data: Values) -> DataSummary:
     """Count samples and classes of the data set, or of ``data["eval_split"]`` alone.
 
     No image is read.
@@ -66,7 +66,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return summary
 
 
-def _check_blocks(data: Mapping[str, Any], summary: DataSummary) -> None:
+def _check_blocks(data: Values, summary: DataSummary) -> None:
     """Raise `UserError` for a data set that cannot be read in block order."""
     if summary.shard_bytes and summary.is_shuffled:
         return
@@ -86,7 +86,7 @@ def has_dali() -> bool:
 
 
 def build_train_loader(
-    data: Mapping[str, Any],
+    data: Values,
     total_batch: int,
     micro_batch: int,
     *,
@@ -102,7 +102,7 @@ def build_train_loader(
     return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **options)
 
 
-def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
+def build_eval_loader(data: Values, batch: int, **options: Any) -> Loader:
     """Return the loader of validation, or of ``data["eval_split"]``.
 
     ``options`` are those of `image_loaders.build_eval_loader`.
@@ -113,7 +113,7 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Lo
     return image_loaders.build_eval_loader(images, data, batch, **options)
 
 
-def open_images(data: Mapping[str, Any], split: str) -> ImageSplit:
+def open_images(data: Values, split: str) -> ImageSplit:
     """Open a split of the data set at ``DATA.root``; raise `UserError` with what is wrong with it.
 
     Only the torchvision loader reads image folders that were not prepared.
@@ -154,9 +154,7 @@ def _open_folder(
     return splits
 
 
-def _options(
-    images: ImageSplit, data: Mapping[str, Any], device: str, in_blocks: bool
-) -> dict[str, Any]:
+def _options(images: ImageSplit, data: Values, device: str, in_blocks: bool) -> dict[str, Any]:
     """Return what reads the images, and the bounds of the blocks that are read at once."""
     options: dict[str, Any] = {}
     # On a CPU `ImageReader` shows the same pixels, and a ViT's step takes a hundred times as long.

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -30,6 +30,7 @@ from common.engine.upstream import (
 from common.engine.upstream_layers import check_parameters
 from common.engine.zero import set_communication
 from common.errors import UserError
+from common.files import Values
 from common.process import at_end
 
 # Optimizers whose update of a number depends on the rest of its tensor.
@@ -246,7 +247,7 @@ def initialize(
 
 
 def _build_step_optimizer(
-    model: nn.Module, optimizer: Optimizer, precision: MixedPrecision, config: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizer, precision: MixedPrecision, config: Values
 ) -> StepOptimizer:
     """Wrap ``optimizer`` for the accumulation, clipping and loss scale of the config."""
     accumulation = config.get("gradient_accumulation") or 1
@@ -260,7 +261,7 @@ def _build_step_optimizer(
     return wrapped
 
 
-def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any]) -> None:
+def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Values) -> None:
     """Raise `UserError` if ``parallel`` or ``zero`` is not in force in model and optimizer."""
     check_parameters(model)
     size = gpc.get_world_size(ParallelMode.TENSOR)
@@ -290,7 +291,7 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Mapping[str, 
         )
 
 
-def set_backends(config: Mapping[str, Any]) -> None:
+def set_backends(config: Values) -> None:
     """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config.
 
     Until the main function ends.
@@ -308,7 +309,7 @@ def set_backends(config: Mapping[str, Any]) -> None:
     cudnn.allow_tf32 = allows_tf32
 
 
-def _wrap_in_ddp(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+def _wrap_in_ddp(model: nn.Module, config: Values) -> nn.Module:
     """Wrap ``model`` in DDP on several data-parallel ranks.
 
     Upstream (legacy/initialize.py:380,391) passes ``device_ids`` also on CPUs.

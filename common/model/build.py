@@ -1,6 +1,5 @@
 """The model of a config, and what timm calls it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import nn
 
 from common.config.fields import parse
 from common.config.model_keys import NOT_IN_TIMM, Model, TimmModel, pretrained_config
+from common.files import Values
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
@@ -117,9 +117,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     return PLAIN_VIT, shapes
 
 
-def describe_model(
-    timm: str, arguments: Mapping[str, Any], preprocessing: Mapping[str, Any]
-) -> dict[str, Any]:
+def describe_model(timm: str, arguments: Values, preprocessing: Values) -> dict[str, Any]:
     """Return MODEL, but for the number of classes, of what timm builds with ``arguments``.
 
     The inverse of `timm_architecture`. ``preprocessing`` is timm's pretrained_cfg.
@@ -134,7 +132,7 @@ def describe_model(
     return {"timm": timm, "image_size": arguments.get("img_size") or sizes[-1], **own}
 
 
-def resolve_preprocessing(timm: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_preprocessing(timm: str, args: Values) -> dict[str, Any]:
     """Return how timm's train.py with ``args`` prepares the images of the model ``timm``."""
     from timm.data import resolve_data_config
 

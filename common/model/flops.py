@@ -4,7 +4,6 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from common.engine.amp import compute_dtype, name_dtype
 from common.errors import UserError
+from common.files import Values
 from common.hardware import is_fast
 from common.model.build import build_on_meta
 from common.text import first_line, nearest_multiples
@@ -42,9 +42,7 @@ FORMULAS = {
 } | flop_registry
 
 
-def flops_per_image(
-    model: Mapping[str, Any], frozen: str | None = None, image_size: int | None = None
-) -> int:
+def flops_per_image(model: Values, frozen: str | None = None, image_size: int | None = None) -> int:
     """Return the FLOPs per image of the forward and backward pass of ``model`` (the config's
     MODEL), for images of ``image_size``, by default the model's.
 
@@ -80,8 +78,8 @@ def flops_per_image(
 
 
 def peak_images_per_s(
-    model: Mapping[str, Any],
-    fp16: Mapping[str, Any] | None,
+    model: Values,
+    fp16: Values | None,
     gpus: int,
     device: torch.device,
     frozen: str | None = None,

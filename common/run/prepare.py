@@ -1,7 +1,6 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from common.config.plan import DataSummary, Plan, build_plan
 from common.engine.amp import build_mixed_precision, name_dtype
 from common.engine.noise_scale import UNMEASURED
 from common.errors import UserError
+from common.files import Values
 from common.launch.detect import Launch
 from common.launchers import is_first_process
 from common.run.arguments import output_folder
@@ -73,7 +73,7 @@ def _read(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     return load_config(args.config, settings, task.recipe)
 
 
-def _find_images(args: argparse.Namespace, config: Mapping[str, Any], task: Task) -> Images:
+def _find_images(args: argparse.Namespace, config: Values, task: Task) -> Images:
     """Choose the folder and the split, and count what is there."""
     keys = dict(config["DATA"])
     root = named_root(keys)
@@ -98,7 +98,7 @@ def _find_images(args: argparse.Namespace, config: Mapping[str, Any], task: Task
     return Images(keys, task.describe(keys))
 
 
-def choose_split(args: argparse.Namespace, config: Mapping[str, Any]) -> str | None:
+def choose_split(args: argparse.Namespace, config: Values) -> str | None:
     """Return DATA.split, else that of the run which is resumed."""
     split = config["DATA"]["split"]
     # The run's own record goes first. A branch has none at its first start.
@@ -108,7 +108,7 @@ def choose_split(args: argparse.Namespace, config: Mapping[str, Any]) -> str | N
     return split
 
 
-def _count_classes(config: Mapping[str, Any], data: DataSummary | None) -> int | None:
+def _count_classes(config: Values, data: DataSummary | None) -> int | None:
     """Return the classes of the head: MODEL.num_classes, else the data set's."""
     stated = config["MODEL"]["num_classes"]
     # There may be more classes than the data set's: the head of INIT's weights is kept.
@@ -121,7 +121,7 @@ def _count_classes(config: Mapping[str, Any], data: DataSummary | None) -> int |
 
 
 def _plan(
-    args: argparse.Namespace, launch: Launch, config: Mapping[str, Any], data: DataSummary | None
+    args: argparse.Namespace, launch: Launch, config: Values, data: DataSummary | None
 ) -> Plan:
     """Return the plan for the processes of ``launch``, or the GPUs that a dry run is for."""
     gpus = launch.world_size

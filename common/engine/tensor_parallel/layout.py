@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
+from common.files import Values
 from common.text import nearest_multiples
 
 TENSOR = ParallelMode.TENSOR
@@ -199,7 +200,7 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
     )
 
 
-def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
+def resolve_parallel(parallel: Values | None, world_size: int) -> dict[str, Any]:
     """Return ``parallel`` with all its keys, and mode None for tensor parallelism of size 1.
 
     Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size
@@ -253,14 +254,12 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         )
 
 
-def side_of(tensor: Mapping[str, Any]) -> int:
+def side_of(tensor: Values) -> int:
     """Return the ranks along a side of the square or cube of the config's parallel.tensor."""
     return round((tensor["size"] // tensor.get("depth", 1)) ** (1 / SHAPES[tensor["mode"]][1]))
 
 
-def check_tensor_parallel(
-    parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int
-) -> None:
+def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> None:
     """Raise `UserError` if the ranks cannot divide a model (the config's MODEL) or a micro-batch.
 
     ``parallel`` is resolved.

@@ -1,6 +1,6 @@
 """Try the careless lines of mutations.txt: each has to fail a test. By hand, minutes for a few.
 
-python scripts/mutate.py [WORD]    # those of whose five lines one has WORD
+python common/testing/mutate.py [WORD]    # those of whose five lines one has WORD
 
 A mutation is five lines: what a user would get; files; a text in them; what replaces it; the words
 of pytest that should fail. The files are changed in place, and restored after its tests.

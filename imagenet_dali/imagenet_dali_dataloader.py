@@ -1,8 +1,7 @@
-"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI on a GPU.
+"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on GPU or CPU.
 
 Records are read and verified here, and crops are computed from the sampler's random numbers. DALI's
-own TFRecord reader verifies nothing and shuffles only within a buffer. On a CPU `ImageReader` shows
-the same images: DALI's resizing takes five times as long there as PyTorch's.
+own TFRecord reader verifies nothing and shuffles only within a buffer.
 """
 
 import ctypes
@@ -21,11 +20,13 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
+from common.data.bad_images import BadImages
 from common.data.crops import Crop, Crops, Normalizer, at_size, reflected
 from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import RecordReader
 from common.errors import UserError
+from common.hardware import rank_cores
 from common.launchers import is_first_process
 from common.shards.dataset import TFRecordSplit
 
@@ -38,35 +39,51 @@ OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)
 # The version of nvJPEG since which windows are upsampled on the GPU. With an older one DALI decodes
 # them on the CPU.
 FANCY_WINDOWS = (13, 2)
+# The share of a batch that a GPU's JPEG engines decode. DALI's default, but not in all versions.
+HW_DECODER_LOAD = 0.65
+# Cores beside a GPU that do not decode: they launch the step's kernels and the loader's.
+TRAINER_CORES = 3
+# DALI needs an image in every row: padding and damaged records show this one, and become zeros.
+BLANK_SIZE = 64
+BLANK = np.frombuffer(
+    simplejpeg.encode_jpeg(np.zeros((BLANK_SIZE, BLANK_SIZE, 3), np.uint8)), np.uint8
+)
 
 
 class RawBatch(NamedTuple):
-    """A batch before decoding, whose padding shows the first image."""
+    """A batch before decoding, whose padding shows `BLANK`."""
 
     indices: np.ndarray  # rows of the split's table
     jpegs: list[np.ndarray]  # the bytes of each
     crops: Crops
     uniforms: np.ndarray
     labels: np.ndarray
-    samples: int  # rows before the padding
     size: int  # pixels of its result
+    bad: list[str]  # messages of the records that are damaged
 
 
 @pipeline_def
 def decode_and_resize(
-    source: Callable[[], tuple], filter_: str, device: str, whole: bool
+    source: Callable[[], tuple],
+    filter_: str,
+    device: str,
+    whole: bool,
+    hw_decoder_load: float = HW_DECODER_LOAD,
 ) -> DataNode:
     """Return the graph: decode a window, resample a region, mirror; uint8 [3, Y, X].
 
     With ``whole``, images are decoded whole and cut then.
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
-    regions, flips, the sizes that the regions become. ``device`` is "mixed", or "cpu" for tests.
+    regions, flips, the sizes that the regions become. ``device`` is "mixed" or "cpu".
     """
     inputs = fn.external_source(source, num_outputs=7)
     jpegs, start, shape, region_start, region_end, flip, sizes = inputs
     # Upsampling is done the CPU's way: a GPU sees the same pixels.
     options: dict[str, Any] = dict(
-        device=device, adjust_orientation=False, jpeg_fancy_upsampling=True
+        device=device,
+        adjust_orientation=False,
+        jpeg_fancy_upsampling=True,
+        hw_decoder_load=hw_decoder_load,
     )
     if whole:
         images = fn.decoders.image(jpegs, **options)
@@ -87,23 +104,31 @@ def decode_and_resize(
 
 
 @functools.cache
-def decodes_windows() -> bool:
-    """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
-    pipeline = decode_and_resize(
-        lambda: (), "bilinear", "cpu", False, batch_size=1, num_threads=1, device_id=None
-    )
-    pipeline.build()  # loads nvJPEG, as long as the pipeline exists
-    version = nvjpeg_version()
-    del pipeline
-    name = f"nvJPEG {'.'.join(map(str, version))}"
-    does = (
-        "windows of images"
-        if version >= FANCY_WINDOWS
-        else "whole images, since windows need nvJPEG 13.2"
-    )
+def decodes_windows(device: str) -> bool:
+    """Return whether a device decodes windows with `ImageReader`'s pixels; say so once."""
+    windows = True
+    decoder = "libjpeg-turbo"
+    if device == "cuda":
+        pipeline = decode_and_resize(
+            lambda: (), "bilinear", "cpu", False, batch_size=1, num_threads=1, device_id=None
+        )
+        pipeline.build()  # loads nvJPEG, as long as the pipeline exists
+        version = nvjpeg_version()
+        del pipeline
+        windows = version >= FANCY_WINDOWS
+        number = ".".join(map(str, version))
+        decoder = f"nvJPEG {number} (hw_decoder_load={HW_DECODER_LOAD})"
+    does = "windows of images" if windows else "whole images, since windows need nvJPEG 13.2"
     if is_first_process():
-        print(f"DALI: {name} decodes {does}", flush=True)
-    return version >= FANCY_WINDOWS
+        print(f"DALI: {decoder} decodes {does}", flush=True)
+    return windows
+
+
+def decoding_threads(workers: int | None, device: str) -> int:
+    """Return DALI's threads for DATA.workers; it needs one, even for 0."""
+    if workers is None:
+        workers = rank_cores() - (TRAINER_CORES if device == "cuda" else 0)
+    return max(1, workers)
 
 
 def nvjpeg_version() -> tuple[int, int]:
@@ -123,8 +148,10 @@ class DaliReader:
     """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
-    ``augment`` the last. Rows of padding are zeros with label -100. A record that does not decode
-    raises `UserError` naming its shard, number and offset; the reader cannot be used after that.
+    ``augment`` the last. Rows of padding, and of records whose checksum does not match, are zeros
+    with label -100; `BadImages` counts the latter for one of ``dp_size`` processes. A record with a
+    right checksum that does not decode raises `UserError` naming its shard, number and offset; the
+    reader cannot be used after that.
     """
 
     def __init__(
@@ -136,9 +163,9 @@ class DaliReader:
         size: int,
         mean: Sequence[float],
         std: Sequence[float],
-        workers: int,
+        workers: int | None,
         device: torch.device,
-        dp_size: int = 1,  # for `ImageReader`, which skips bad images up to a share of a rank's
+        dp_size: int = 1,
         augment: "Policy | None" = None,
     ) -> None:
         self.split = split
@@ -149,22 +176,22 @@ class DaliReader:
         self.augment = augment
         self._normalize = Normalizer(mean, std, device)
         self.records = RecordReader(split)
+        self._bad = BadImages(len(split) / dp_size)
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
-        # "cpu" for tests: the graph is the same.
         self._pipeline = decode_and_resize(
             self._next_inputs,
             crop.interpolation,
             "mixed" if device.type == "cuda" else "cpu",
-            not decodes_windows(),
+            not decodes_windows(device.type),
             batch_size=batch,
-            # DALI needs a thread, even where DATA.workers=0.
-            num_threads=max(1, workers),
+            num_threads=decoding_threads(workers, device.type),
             device_id=device.index,
         )
 
     def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield the batch of each draw, in order."""
+        self._bad.count = 0
         return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
@@ -184,23 +211,22 @@ class DaliReader:
     def _read_raw(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
         """Yield the draws with their bytes."""
         for draw, records in self.records.read(draws):
-            samples = len(records)
             indices = np.maximum(draw.indices, 0)
-            # DALI needs an image in every row: padding shows the first one, and becomes zeros.
-            if samples < len(indices):
-                records = records + [self.split.read(0)] * (len(indices) - samples)
+            jpegs = [BLANK] * len(indices)
+            bad = []
+            for row, record in enumerate(records):
+                if isinstance(record, UserError):
+                    bad.append(str(record))
+                else:
+                    jpegs[row] = np.frombuffer(record[0], np.uint8)
+            is_blank = np.array([jpeg is BLANK for jpeg in jpegs])
             rows = self.split.records[indices]
-            labels = rows["label"].astype(np.int64)
-            labels[samples:] = NO_LABEL
+            labels = np.where(is_blank, NO_LABEL, rows["label"].astype(np.int64))
             shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
+            shape[is_blank] = BLANK_SIZE
             size = draw.image_size or self.size
             crops = at_size(self.crop, size)(shape, draw.uniforms)
-            jpegs = []
-            for record in records:
-                if isinstance(record, UserError):
-                    raise record
-                jpegs.append(np.frombuffer(record[0], np.uint8))
-            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, samples, size)
+            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, size, bad)
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -234,8 +260,8 @@ class DaliReader:
                 images.clone(),
                 raw.uniforms[:, -self.augment.uniforms :],
             )
-        images = self._normalize(images)
-        images[raw.samples :] = 0  # padding
+        self._bad.add(raw.bad)
+        images = self._normalize(images, raw.labels == NO_LABEL)
         return images, to_device(raw.labels, self.device)
 
     def _explain(self, error: Exception) -> Exception:

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_split import FolderSplit, ImageSplit
@@ -28,8 +26,7 @@ def describe_data(data: Values) -> DataSummary:
     No image is read.
     """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
-    # A CPU does without.
-    if data["loader"] == "dali" and torch.cuda.is_available() and not has_dali():
+    if data["loader"] == "dali" and not has_dali():
         raise UserError(
             "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
             "or install nvidia-dali-cuda130"
@@ -157,14 +154,13 @@ def _open_folder(
 def _options(images: ImageSplit, data: Values, device: str, in_blocks: bool) -> dict[str, Any]:
     """Return what reads the images, and the bounds of the blocks that are read at once."""
     options: dict[str, Any] = {}
-    # On a CPU `ImageReader` shows the same pixels, and a ViT's step takes a hundred times as long.
-    if data["loader"] == "dali" and device == "cuda":
+    if data["loader"] == "dali":
         # Importing DALI takes half a second.
         from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
 
         options["build_reader"] = DaliReader
         # This loads DALI's nvJPEG before torchvision's, which is older and would be used instead.
-        decodes_windows()
+        decodes_windows(device)
     if in_blocks:
         options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
     return options

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
+from common.config.schema import Data
+from common.data.loader import Loader
 from common.shards.dataset import open_split
 from common.shards.prepare import prepare
 from common.testing.commands import in_words
-from common.testing.photographs import write_colours
+from common.testing.photographs import write_colours, write_photographs
 from imagenet_dali import train_dali
+from imagenet_dali.task import build_eval_loader, build_train_loader
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_")
@@ -40,6 +45,19 @@ LOG = dict(every=2)
 """
 
 
+# Width and height: with `VIEWS`, crops shrink and enlarge.
+SHAPES = (400, 300), (167, 129), (97, 61), (40, 150)
+# Interpolation, crop, RandAugment, size of the images that the network sees.
+VIEWS = [
+    ("bilinear", "random_resized", None, 96),
+    ("bicubic", "random_resized", None, 96),
+    ("bilinear", "random_resized", None, 224),
+    ("bicubic", "random_resized", None, 224),
+    ("bilinear", "simple", None, 96),
+    ("bicubic", "random_resized", (2, 10), 96),
+]
+
+
 def write_config(folder: Path) -> Path:
     """Write `CONFIG`, a recipe of 12 steps with everything in it, as ``folder/tiny.py``."""
     path = folder / "tiny.py"
@@ -57,6 +75,55 @@ def prepare_data(folder: Path) -> Path:
     """Prepare 65 images of three colours as shards, in ``folder/shards``."""
     prepare(write_colours(folder / "images", 65, 20, 24, "jpg"), folder / "shards")
     return folder / "shards"
+
+
+def prepare_photographs(folder: Path) -> Path:
+    """Prepare photographs of `SHAPES`, a grey and a CMYK one, as shards in ``folder/shards``."""
+    images = folder / "images"
+    for width, height in SHAPES:
+        for split in ("train", "val"):
+            made = write_photographs(folder / f"{split}{width}", "ab", 3, width, height)
+            for path in made.glob("*/*"):
+                copy = images / split / path.parent.name / f"{width}_{path.name}"
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(copy)
+                if path.stem.endswith("0"):
+                    for mode in ("L", "CMYK"):
+                        name = f"{width}_{mode}.jpg"
+                        Image.open(copy).convert(mode).save(copy.with_name(name), quality=85)
+    prepare(images, folder / "shards")
+    return folder / "shards"
+
+
+def pixel_differences(
+    root: Path, device: torch.device, image_size: int, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Return how far DALI's images on ``device`` are from `ImageReader`'s, in grey levels.
+
+    Of an epoch of training and of evaluation: the mean of each image, and the largest of each. The
+    labels are compared too. ``settings`` are keys of DATA.
+    """
+    data = Data(workers=0, **settings).model_dump() | {"root": str(root)}
+    std_C11 = torch.tensor(data["std"])[:, None, None]
+    shown = []
+    for loader, place in (("dali", device), ("torchvision", torch.device("cpu"))):
+        options: dict[str, Any] = dict(image_size=image_size, device=place)
+        given = data | {"loader": loader}
+        train = build_train_loader(given, 6, 6, order="random", seed=1, **options)
+        batches = read(train) + read(build_eval_loader(given, 5, **options))
+        shown.append([torch.cat(parts).cpu() for parts in zip(*batches, strict=True)])
+    (images, labels), (expected, expected_labels) = shown
+    assert torch.equal(labels, expected_labels)
+    levels = 255 * std_C11 * (images - expected).abs()
+    return levels.mean((1, 2, 3)), levels.amax((1, 2, 3))
+
+
+def read(loader: Loader) -> list[tuple[Tensor, Tensor]]:
+    """Return a pass over the loader, which is closed."""
+    try:
+        return list(loader)
+    finally:
+        loader.close()
 
 
 def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", "class_1")) -> Path:

@@ -344,7 +344,8 @@ PIECES = {
     "speed-lite": Piece(85, partial(speed, "lite")),  # in neither call: the one for a CPU
     "ceilings": Piece(40, ceilings),
     "lamb": Piece(50, lamb),
-    "dali": Piece(140, "test_dali or (quickstart and dali)"),
+    "dali-pixels": Piece(60, "dali_pixels"),
+    "dali": Piece(140, "dali_rate or (quickstart and dali)"),
     "pipeline-dali": Piece(110, partial(pipeline, "dali")),
     # DALI's threads wait for the GPU, which trains: more of them than cores may pay.
     "pipeline-dali-threads": Piece(110, partial(pipeline, "dali", "DATA.workers=48")),
@@ -354,7 +355,7 @@ PIECES = {
 # The groups of pieces that run at once, one group after another, and seconds for all.
 A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
 A += [["speed-b16"], ["ceilings"], ["lamb"]]
-B = [["dali"], ["pipeline-dali"], ["pipeline-dali-threads"], ["speed-s16"]]
+B = [["dali-pixels"], ["dali"], ["pipeline-dali"], ["pipeline-dali-threads"], ["speed-s16"]]
 B += [["pipeline-torchvision"]]
 CALLS = {"a": (A, 400.0), "b": (B, 430.0)}
 

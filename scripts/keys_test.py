@@ -558,7 +558,7 @@ DATA = [
         ["DATA.loader=torchvision"]),
     Row("DATA.download", "True", refuses("no network"), True, ["DATA.root=@empty"], "cifar"),
     Row("DATA.loader", "torchvision", attribute("refused"), "", ["DATA.root=@images"]),
-    Row("DATA.workers", "1", attribute("readers"), 1),
+    Row("DATA.workers", "1", attribute("readers"), 1, ["DATA.loader=torchvision"]),
     Row("DATA.order", "blocks", lambda run: run.draw.spans is not None, True),
     Row("DATA.block", "0.002", lambda run: len(run.train_loader.sampler.blocks) > 2, True,
         ["DATA.order=blocks"]),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, prepare scikit-learn's handwritten digits as TFRecord shards, and train a small ViT on them.
+# Set up, prepare scikit-learn's handwritten digits as TFRecord shards, and train a small ViT on them; DALI decodes.
 # Arguments go to train_dali.py: bash scripts/quickstart.sh --set NUM_EPOCHS=20 --output /tmp/short
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -95,7 +95,7 @@ def _rename(values: dict[str, Any], old: str, new: str) -> str:
     """Move the value of ``old`` to ``new``, which may be inside MODEL or DATA; return a note."""
     value = values.pop(old)
     if not new:
-        return f"{old}={value!r} as nothing: DALI decodes where there is a GPU"
+        return f"{old}={value!r} as nothing: DALI decodes on a GPU if there is one"
     section, _, key = new.partition(".")
     if not key:
         if section in values:

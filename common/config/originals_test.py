@@ -121,9 +121,10 @@ def test_our_recipe_of_the_same_name_is_the_same(name, tmp_path):
 
 NOTES = """\
 config.py: dali.mixup_alpha as MIXUP=0.2; dali.gpu_aug=True as nothing: DALI
-    decodes where there is a GPU; DROP_RATE as MODEL.dropout=0.1; BATCH_SIZE as
-    MICRO_BATCH_SIZE=256, per GPU; left out, so as in the recipe vit-b16: GPUS,
-    WARMUP_EPOCHS, LR_SCHEDULE, LEARNING_RATE, WEIGHT_DECAY, OPTIMIZER, MODEL
+    decodes on a GPU if there is one; DROP_RATE as MODEL.dropout=0.1; BATCH_SIZE
+    as MICRO_BATCH_SIZE=256, per GPU; left out, so as in the recipe vit-b16:
+    GPUS, WARMUP_EPOCHS, LR_SCHEDULE, LEARNING_RATE, WEIGHT_DECAY, OPTIMIZER,
+    MODEL
 config.py: fp16.initial_scale as fp16.init_scale=8; without effect here:
     fp16.hysteresis, fp16.num_losses, fp16.verbosity; seed as SEED=42; LOG_PATH
     as OUTPUT='./vit_1d_cifar10_bs512_lr0.002/'; dali.root as DATA.root='/data';

@@ -60,10 +60,11 @@ class Data(Section):
     """CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"""
 
     loader: Literal["dali", "torchvision"] = "dali"
-    """which loader decodes on a GPU; on a CPU both use simplejpeg"""
+    """which loader decodes"""
 
     workers: int | None = key(None, ge=0, le=1024)
-    """decoding threads or processes per rank; `None`: its share of cores"""
+    """decoding threads or processes per rank; `None`: its share of cores, less 3 for DALI on a
+    GPU"""
 
     order: Literal[None, "blocks", "random"] = None
     """order over shards (docs/data.md); blocks: large reads, shuffled within windows; random: image

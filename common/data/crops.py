@@ -14,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.data.loader import to_device
+
 TRIES = 10
 CROP_UNIFORMS = 2 * TRIES + 3
 # Where the random numbers of an image are: an area and an aspect ratio for each try, then the
@@ -247,6 +249,14 @@ class Normalizer:
         self.mean_C11 = torch.tensor(mean, device=device)[:, None, None] * 255
         self.std_C11 = torch.tensor(std, device=device)[:, None, None] * 255
 
-    def __call__(self, images_BCYX: Tensor) -> Tensor:
-        """Return uint8 images, which are on the device, as (pixel - mean) / std, float32."""
-        return images_BCYX.float().sub_(self.mean_C11).div_(self.std_C11)
+    def __call__(self, images_BCYX: Tensor, is_padding: np.ndarray | None = None) -> Tensor:
+        """Return uint8 images, which are on the device, as (pixel - mean) / std, float32.
+
+        Rows of ``is_padding``, bool [B], are zeros.
+        """
+        images_BCYX = images_BCYX.float().sub_(self.mean_C11).div_(self.std_C11)
+        # Asked on the host: a GPU's answer would be waited for.
+        if is_padding is not None and is_padding.any():
+            is_padding_B = to_device(is_padding, images_BCYX.device)
+            images_BCYX.masked_fill_(is_padding_B[:, None, None, None], 0)
+        return images_BCYX

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as DimensionShard
 
 from common.engine.amp import Cast, build_mixed_precision
+from common.engine.linear_pairs import BRANCHES
 from common.engine.tensor_parallel.layout import Shard
 from common.engine.tensor_parallel.sharding import shard_tensor_parallel
 from common.engine.upstream import ParallelMode, get_accelerator, gpc
@@ -103,7 +104,7 @@ def _apply_fsdp(model: nn.Module, size: int) -> None:
     gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in _blocks(model):
-        branches = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
+        branches = [layer for name, layer in block.named_children() if name in BRANCHES]
         if branches and all(map(_is_linear, branches)):
             # Only these are gathered in half precision: norms and LayerScale stay in float32, with
             # what is outside of blocks.

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from common.engine.linear_pairs import count_matrices
 from common.engine.tensor_parallel.sharding import (
     full_shape,
     is_sharded,
@@ -26,7 +27,7 @@ from common.engine.upstream import gpc
 from common.errors import UserError
 from common.files import Values
 from common.optim.lamb import Lamb
-from common.optim.muon import Muon, count_matrices
+from common.optim.muon import Muon
 from common.optim.sgd import FusedSGD
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
@@ -54,11 +55,13 @@ class OptimizerEntry:
 def _muon_arguments(model: nn.Module) -> dict[str, Any]:
     """Return the matrices that Muon updates, and how to gather those that are sharded."""
     matrices = {}
-    for name, parameter in named_shards(model).items():
-        shape = full_shape(parameter)
-        count = count_matrices(name, shape)
+    shards = named_shards(model)
+    shapes = {name: full_shape(parameter) for name, parameter in shards.items()}
+    for name, parameter in shards.items():
+        count = count_matrices(name, shapes)
         if count:
-            matrices[parameter] = (count, shape[0] // count, shape[1])
+            outputs, inputs = shapes[name]
+            matrices[parameter] = (count, outputs // count, inputs)
     if not matrices or not is_sharded(matrices):
         return {"matrices": matrices}
     ranks = gpc.get_world_size(sharing_group(list(matrices)))
@@ -111,16 +114,16 @@ OPTIMIZERS = {
 }
 
 
-def state_names(options: Values, parameter: str) -> tuple[str, ...]:
+def state_names(options: Values, is_matrix: bool) -> tuple[str, ...]:
     """Return the names of the tensors that an optimizer keeps for a parameter.
 
-    ``options`` is the config's OPTIMIZER, ``parameter`` a name.
+    ``options`` is the config's OPTIMIZER; ``is_matrix`` says whether it is one of a block's.
     """
     entry = OPTIMIZERS[options["name"]]
     # Torch's SGD keeps no state without momentum, the only optimizer whose state an option removes.
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
-    if entry.matrix_state is not None and count_matrices(parameter):
+    if entry.matrix_state is not None and is_matrix:
         return entry.matrix_state
     return entry.state
 

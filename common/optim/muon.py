@@ -20,7 +20,6 @@ With few steps, AdamW's may have to be lower: `adamw_lr_scale`.
 Shape suffixes: K matrices, M rows, N columns.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,22 +44,6 @@ BATCH = 1 << 22  # numbers that are orthogonalized together; about 12 bytes of m
 MapFull = Callable[
     [Callable[[list[Tensor]], Sequence[Tensor]], list[Tensor], list[Tensor]], Sequence[Tensor]
 ]
-
-
-def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
-    """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and
-    values; 0: none.
-    """
-    layer = re.search(
-        r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name
-    )
-    if layer is None or len(shape) != 2:
-        return 0
-    if layer[1] != "attn.qkv":
-        return 1
-    # Some blocks of timm's GC ViT have no queries. TinyViT stacks q, k and v head by head: each of
-    # the three parts has a third of the heads.
-    return 2 if shape[0] == 2 * shape[1] else 3
 
 
 class Muon(AdamW):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from common.optim import muon
-from common.optim.muon import Muon, count_matrices, orthogonalize
+from common.optim.muon import Muon, orthogonalize
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 SHAPES = [(3, 32, 32), (1, 64, 32), (1, 32, 64), (1, 32, 32), (1, 64, 32)]
@@ -62,11 +62,3 @@ def test_iterates_in_bfloat16_if_asked_on_a_cpu_with_instructions_for_it(monkeyp
     assert 0.001 < (rounded - exact).norm() / exact.norm() < 0.02
     monkeypatch.setattr("common.optim.muon.is_fast", lambda _: False)
     assert not Muon([matrix], {}, 0.9, bfloat16=True).bfloat16
-
-
-def test_which_parameters_are_how_many_matrices():
-    names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1")
-    assert [count_matrices(f"blocks.0.{n}.weight", (96, 32)) for n in names] == [3, 1, 1, 1, 0]
-    assert (
-        count_matrices("stages.0.blocks.1.attn.qkv.weight", (128, 64)) == 2
-    )  # timm's gcvit_tiny has such a block

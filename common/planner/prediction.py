@@ -312,7 +312,7 @@ def check_limits(config: Values, plan: Plan, memory: float) -> None:
     parameters, trained = count_parameters(build_on_meta(model, config["FREEZE"]))
     # Bytes of a number: only O3 keeps the optimizer's state in half precision.
     number = 2 if (config["fp16"] or {}).get("opt_level") == "O3" else 4
-    state_of_matrix = state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight")
+    state_of_matrix = state_names(config["OPTIMIZER"], is_matrix=True)
     moments = sum(name != "step" for name in state_of_matrix)
     state = number * (parameters + trained * (1 + moments))
     state //= plan.gpus if config["zero"] else plan.tensor_parallel

@@ -21,6 +21,7 @@ from common.checkpoint.content import (
 from common.checkpoint.save import newest_checkpoint, write_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
+from common.engine.linear_pairs import count_matrices
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
@@ -75,7 +76,7 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         OPTIMIZER: {
             f"{key}/{name}": torch.tensor(float(step)) if key == "step" else weight.clone()
             for name, weight in weights.items()
-            for key in state_names(about["config"]["OPTIMIZER"], name)
+            for key in state_names(about["config"]["OPTIMIZER"], count_matrices(name, shapes) > 0)
         },
         RANDOM: {"0/torch": torch.get_rng_state()},
         TRAINER: json.dumps(state).encode(),

@@ -3,7 +3,7 @@
 Every rank of a tensor-parallel group is given the same micro-batch. In the model's forward pass it
 keeps its samples (`shard_tensor_parallel`). Between blocks, activations [B, N, D] are split by
 samples (B) over one group of ranks and by channels (D) over another. A block has two pairs of
-linear layers: qkv and proj, fc1 and fc2.
+linear layers (`linear_pairs`).
 
 - 1d (Megatron-LM, arXiv 1909.08053): between blocks every rank has all samples and channels; within
   a block it has a slice of the heads and of the hidden channels.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.engine.linear_pairs import FIRST_LAYERS, SECOND_LAYERS, count_matrices
 from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
 from common.files import Values
@@ -109,8 +110,8 @@ class Layout:
     Attributes:
         samples: the group that splits the samples between blocks, if any.
         channels: the group that splits the channels between blocks, if any.
-        first: (weight, bias) of qkv and fc1.
-        second: (weight, bias) of attn.proj and fc2.
+        first: (weight, bias) of a pair's first linear layer.
+        second: (weight, bias) of its second.
     """
 
     samples: ParallelMode | None
@@ -172,20 +173,24 @@ SHAPES = {
 }
 
 
-def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
+def name_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
     """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
-    for name, parameter in model.named_parameters():
-        # q, k and v are stacked in one matrix: a rank needs the same heads of each.
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
         shard = _shard_of(name, parameter, LAYOUTS[mode])
-        yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)
+        # A rank needs the same heads of queries, keys and values; a bias is cut as its weight.
+        layer = name.rpartition(".")[0]
+        fused = count_matrices(f"{layer}.weight", shapes) or 1
+        yield name, replace(shard, shape=parameter.shape, fused=fused)
 
 
 def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
     """Return how ``parameter`` is sharded, but for its shape, by its ``name`` in the model."""
     layer, _, role = name.rpartition(".")
-    if layer.endswith((".qkv", ".fc1")):
+    if layer.endswith(FIRST_LAYERS):
         return layout.first[role == "bias"]
-    if layer.endswith((".attn.proj", ".fc2")):
+    if layer.endswith(SECOND_LAYERS):
         return layout.second[role == "bias"]
     # What follows is outside of the pairs.
     if name == "head.bias" or layout.channels is None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from common.engine.linear_pairs import FIRST_LAYERS, SECOND_LAYERS
 from common.engine.tensor_parallel.layers import (
     ColumnLinear,
     Linear2D,
@@ -22,7 +23,7 @@ from common.engine.tensor_parallel.layers import (
     RowLinear,
     ShardedLayerNorm,
 )
-from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
+from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, name_shards
 from common.engine.upstream import (
     ParallelLayer,
     ParallelMode,
@@ -32,8 +33,8 @@ from common.engine.upstream import (
 )
 from common.errors import UserError
 
-# The classes of the first and second linear layer of a pair.
-PAIRS = {
+# The classes of the first and the second layer of a pair.
+SHARDED_PAIRS = {
     "1d": (ColumnLinear, RowLinear),
     "2d": (Linear2D, Linear2D),
     "2.5d": (Linear2p5D, Linear2p5D),
@@ -59,7 +60,7 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
         )
     layout = LAYOUTS[mode]
     # Lists: the loops change what they walk through.
-    for name, shard in list(plan_shards(model, mode)):
+    for name, shard in list(name_shards(model, mode)):
         full = model.get_parameter(name)
         local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
         # `gather_full`, `sum_partial_gradients` and the norm read it.
@@ -85,10 +86,10 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
     """Return the replacement of ``layer`` with sharded parameters; None if it stays."""
-    first, second = PAIRS[mode]
-    if name.endswith((".qkv", ".fc1")):
+    first, second = SHARDED_PAIRS[mode]
+    if name.endswith(FIRST_LAYERS):
         return first(layer.weight, layer.bias)
-    if name.endswith((".attn.proj", ".fc2")):
+    if name.endswith(SECOND_LAYERS):
         return second(layer.weight, layer.bias)
     # Every mode splits the hidden channels: each rank needs a mask of its own.
     if name.endswith(".drop1") or (layout.channels and isinstance(layer, nn.Dropout)):

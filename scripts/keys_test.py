@@ -538,6 +538,8 @@ MODEL = [
     Row("MODEL.width", "64", shape("pos_embed"), (1, 5, 64)),
     Row("MODEL.heads", "4", attribute("model.blocks.0.attn.head_width"), 8),
     Row("MODEL.mlp_ratio", "3.0", shape("blocks.0.mlp.fc1.weight"), (96, 32)),
+    Row("MODEL.mlp", "swiglu", shape("blocks.0.mlp.fc2.weight"), (32, 32)),
+    Row("MODEL.norm", "rmsnorm", count("RMSNorm"), 5),
     Row("MODEL.num_classes", "5", shape("head.weight"), (5, 32)),
     Row("MODEL.dropout", "0.25", dropouts, {0.25}),
     Row("MODEL.drop_path", "0.25", drop_rates, [0.0, 0.25]),

@@ -50,6 +50,7 @@ def saved(tmp_path) -> Path:
         {"pool": "avg", "position": "sincos2d", "reg_tokens": 4},
         {"reg_tokens": 4},
         {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1},
+        {"norm": "rmsnorm", "mlp": "swiglu"},
     ],
 )
 def test_other_classes_and_another_size_are_timms(parts, size, tmp_path):
@@ -133,10 +134,13 @@ def test_every_mode_starts_from_the_same(trained, data, mode, tmp_path):
 
 def test_weights_that_do_not_fit_are_refused(saved):
     change = {"mlp_ratio": 3, "reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True}
+    change |= {"norm": "rmsnorm", "mlp": "swiglu"}
     message = (
-        "from MODEL.mlp_ratio=3.0, MODEL.no_embed_class=True, MODEL.reg_tokens=2, "
-        "MODEL.init_values=1e-06: --set MODEL.mlp_ratio=2.0 --set MODEL.no_embed_class=False "
-        "--set MODEL.reg_tokens=0 --set MODEL.init_values=None fits"
+        "from MODEL.mlp_ratio=3.0, MODEL.mlp=swiglu, MODEL.norm=rmsnorm, "
+        "MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
+        "--set MODEL.mlp_ratio=2.0 --set MODEL.mlp=gelu --set MODEL.norm=layernorm "
+        "--set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 --set MODEL.init_values=None "
+        "fits"
     )
     with pytest.raises(UserError, match=message) as raised:
         load_pretrained(build_model(**OTHER | change), str(saved))

@@ -166,6 +166,9 @@ REFUSED = {  # settings: what the message matches
     "MODEL.width=390; MODEL.position=sincos2d": (
         r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$"
     ),
+    "MODEL.mlp=swiglu; MODEL.mlp_ratio=1.0027": (
+        "^MODEL.mlp='swiglu' needs an even width x mlp_ratio, not 385; .* 384 or 386$"
+    ),
     "MODEL.stem=conv; MODEL.width=24": (
         "^MODEL.stem='conv' needs a power of two that divides width as patch"
     ),

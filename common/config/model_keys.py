@@ -47,7 +47,14 @@ class Model(Section):
     """attention heads; divides `width`"""
 
     mlp_ratio: Number = key(4.0, gt=0, le=1000)
-    """hidden channels of the MLP / `width`"""
+    """channels that the MLP's first layer returns / `width`"""
+
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """activation of the MLP; with `swiglu` (arXiv 2002.05202) half of those channels are its gate:
+    `mlp_ratio=16/3` has the parameters of 4 with `gelu`"""
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """`rmsnorm` (arXiv 1910.07467) subtracts no mean and adds no bias"""
 
     num_classes: Classes | None = None
     """classes of the head; `None`: as many as the data set has"""
@@ -89,6 +96,11 @@ class Model(Section):
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
                 f"the nearest that are: {nearest_multiples(self.image_size, self.patch_size)}"
             )
+        if self.mlp == "swiglu" and self.hidden_width % 2:
+            raise ValueError(
+                f"mlp='swiglu' needs an even width x mlp_ratio, not {self.hidden_width}; "
+                f"the nearest that are: {nearest_multiples(self.hidden_width, 2)}"
+            )
         # Each convolution but the first halves the image's side and doubles the channels.
         unit = self.patch_size
         if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
@@ -103,6 +115,11 @@ class Model(Section):
                 f"the nearest that are: {nearest_multiples(self.width, unit)}"
             )
         return self
+
+    @property
+    def hidden_width(self) -> int:
+        """Channels that the MLP's first layer returns."""
+        return int(self.width * self.mlp_ratio)
 
     @property
     def classes(self) -> int:

@@ -13,7 +13,7 @@ from common.engine.amp import Cast, build_mixed_precision, compute_dtype
 from common.engine.engine import initialize
 from common.engine.upstream import AMP_TYPE, gpc
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES, build_engine, fit, launched_clipping
+from common.testing.parity_cases import CASES, MODERN, build_engine, fit, launched_clipping
 from common.testing.ranks import launched, run_ranks
 
 FLOAT32 = torch.float32
@@ -152,9 +152,9 @@ def train(name: str | None, optimizer_name: str, steps: int = 20, **arguments: A
 
 
 @functools.cache
-def in_float32(optimizer_name: str) -> list[float]:
+def in_float32(optimizer_name: str, is_modern: bool = False) -> list[float]:
     with launched_clipping():
-        return train(None, optimizer_name)
+        return train(None, optimizer_name, **(MODERN if is_modern else {}))
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "lamb"])
@@ -171,12 +171,14 @@ def test_stays_near_float32(name, optimizer_name):
 def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
     with launched_clipping(**config):
         # Two steps only: one takes long here.
-        return [train(name, "lamb", steps=2) for name in IN_PARALLEL]
+        losses = [train(name, "lamb", steps=2) for name in IN_PARALLEL]
+        return [*losses, train("NAIVE float16", "lamb", steps=2, **MODERN)]
 
 
 @pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])
 def test_stays_near_float32_in_parallel(case):
     by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
-    for number, name in enumerate(IN_PARALLEL):
+    for number, name in enumerate([*IN_PARALLEL, "NAIVE float16"]):
+        expected = in_float32("lamb", is_modern=number == len(IN_PARALLEL))[:4]
         assert all(losses[number] == by_rank[0][number] for losses in by_rank)
-        assert by_rank[0][number] == pytest.approx(in_float32("lamb")[:4], abs=allowed(name)), name
+        assert by_rank[0][number] == pytest.approx(expected, abs=allowed(name)), name

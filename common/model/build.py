@@ -11,7 +11,8 @@ from common.files import Values
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
-PLAIN_VIT = "vit_base_patch16_224"  # for any shape: the arguments override all of its own
+# timm's plain ViTs by MODEL.mlp, for any shape: the arguments override all of their own.
+PLAIN_VITS = {"gelu": "vit_base_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -76,6 +77,13 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
     name.
     """
     a = parse(Model, arguments)
+    swiglu = {}
+    if a.mlp == "swiglu":
+        from timm.layers import SwiGLUPacked  # takes a second
+
+        # `create_model` drops None, and that architecture has a LayerScale, which 0 removes.
+        factor = a.init_values or 0.0
+        swiglu = {"mlp_layer": SwiGLUPacked, "act_layer": "silu", "init_values": factor}
     return {
         "img_size": a.image_size,
         "patch_size": a.patch_size,
@@ -93,13 +101,15 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
         "no_embed_class": a.no_embed_class,
         "reg_tokens": a.reg_tokens,
         "init_values": a.init_values,
+        "norm_layer": a.norm,
+        **swiglu,
     }
 
 
 def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
     """Return name and arguments with which `timm.create_model` builds MODEL; "none" if it cannot.
 
-    Every plain ViT is a `PLAIN_VIT` of other shapes.
+    Every plain ViT is one of `PLAIN_VITS` in other shapes.
     """
     if timm:
         options = {
@@ -114,7 +124,8 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):
         del shapes[rate]  # Only training uses it.
-    return PLAIN_VIT, shapes
+    shapes.pop("mlp_layer", None)  # a class, which the architecture has
+    return PLAIN_VITS[a.mlp], shapes
 
 
 def describe_model(timm: str, arguments: Values, preprocessing: Values) -> dict[str, Any]:

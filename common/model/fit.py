@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from common.engine.linear_pairs import count_matrices
 from common.engine.tensor_parallel.sharding import full_shape, local_state, persistent_buffers
 from common.errors import UserError
 from common.model.vit import VisionTransformer, resample_positions
 
 # What only the pre-training of MAE uses.
 PRETRAINING = ("decoder_", "mask_token")
+MLP = "blocks.0.mlp.fc1.weight"
 SHOWN = 3  # parameters that a note lists
 
 
@@ -54,7 +56,9 @@ def infer_model(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
         _, tokens, _ = weights["pos_embed"].shape
-        hidden = len(weights["blocks.0.mlp.fc1.weight"])
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        hidden = shapes[MLP][0]
+        matrices = count_matrices(MLP, shapes)
         registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     except (KeyError, ValueError, IndexError):
         return {}
@@ -65,6 +69,8 @@ def infer_model(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         depth=len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
         # Rounded up, because the model rounds width x mlp_ratio down.
         mlp_ratio=math.ceil(1e5 * hidden / width) / 1e5,
+        mlp="swiglu" if matrices == 2 else "gelu",
+        norm="layernorm" if "blocks.0.norm1.bias" in weights else "rmsnorm",
         pool="cls" if has_class else "avg",
         # Without positions of the prefix, their number is a square: that of the patches.
         no_embed_class=has_class + registers > 0 and math.isqrt(tokens) ** 2 == tokens,

@@ -31,7 +31,14 @@ CONVOLUTIONS = POOLED | {"stem": "conv", "pool": "seq", "mlp_ratio": 2.0}
 
 
 @pytest.mark.parametrize(
-    "model", [POOLED, CONVOLUTIONS, {"image_size": 224}, {"timm": "resnet18", "image_size": 64}]
+    "model",
+    [
+        POOLED,
+        POOLED | {"norm": "rmsnorm", "mlp": "swiglu"},
+        CONVOLUTIONS,
+        {"image_size": 224},
+        {"timm": "resnet18", "image_size": 64},
+    ],
 )
 def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     for size in (model["image_size"], model["image_size"] // 2):

@@ -103,15 +103,19 @@ def plain_heads(model: Any, timm: str) -> int:
     The shapes of weights do not tell them, nor what is computed. So it raises `UserError` for a
     model that computes other than `common.model.vit.VisionTransformer`.
     """
+    from timm.layers import RmsNorm
     from timm.models.vision_transformer import VisionTransformer
 
     if type(model) is not VisionTransformer:
         raise UserError(f"{timm} is no plain Vision Transformer; choose a vit_* or deit3_*")
     block: Any = model.blocks[0]
-    has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
-    has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
+    mlp = block.mlp
+    has_gelu = type(mlp.act) is nn.GELU and mlp.act.approximate == "none"
+    # The gate of timm's GluMlp is the first half with `SwiGLUPacked` only.
+    has_swiglu = type(mlp.act) is nn.SiLU and not getattr(mlp, "gate_last", True)
+    has_norm = isinstance(block.norm1, nn.LayerNorm | RmsNorm) and block.norm1.eps == 1e-6
     pools = model.global_pool == ("token" if model.has_class_token else "avg")
-    if not (has_gelu and has_norm and pools) or model.pool_include_prefix:
+    if not ((has_gelu or has_swiglu) and has_norm and pools) or model.pool_include_prefix:
         raise UserError(
             f"{timm} has another activation, norm or pooling than a plain Vision Transformer; "
             "choose another"

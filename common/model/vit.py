@@ -22,9 +22,9 @@ from common.config.model_keys import Model
 MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
 
-def init_weight_(tensor: Tensor) -> Tensor:
+def init_weight_(tensor: Tensor, std: float = 0.02) -> Tensor:
     """Initialise ``tensor``, unless it is on the meta device, where that would take a second."""
-    return tensor if tensor.is_meta else nn.init.trunc_normal_(tensor, std=0.02)
+    return tensor if tensor.is_meta else nn.init.trunc_normal_(tensor, std=std)
 
 
 def build_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -34,8 +34,16 @@ def build_linear(in_features: int, out_features: int) -> nn.Linear:
     return layer
 
 
-def build_norm(width: int) -> nn.LayerNorm:
-    return nn.LayerNorm(width, eps=1e-6)
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in its weight's dtype, to which autocast on CPUs does not cast its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def build_norm(arguments: Model) -> nn.Module:
+    norm = RMSNorm if arguments.norm == "rmsnorm" else nn.LayerNorm
+    return norm(arguments.width, eps=1e-6)
 
 
 class PatchProjection(nn.Conv2d):
@@ -154,15 +162,31 @@ def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    def __init__(self, width: int, hidden_width: int, dropout: float) -> None:
+    """Two linear layers with GELU, or SwiGLU: the first layer then returns a gate and the values
+    that it multiplies, side by side, as timm's `SwiGLUPacked`.
+    """
+
+    def __init__(self, arguments: Model) -> None:
         super().__init__()
-        self.fc1 = build_linear(width, hidden_width)
-        self.drop1 = Dropout(dropout)
-        self.fc2 = build_linear(hidden_width, width)
-        self.drop2 = Dropout(dropout)
+        hidden_width = arguments.hidden_width
+        self.is_gated = arguments.mlp == "swiglu"
+        self.fc1 = build_linear(arguments.width, hidden_width)
+        self.drop1 = Dropout(arguments.dropout)
+        if self.is_gated:
+            hidden_width //= 2
+            # As in timm, all values begin as 1.
+            init_weight_(self.fc1.weight[hidden_width:], std=1e-6)
+            nn.init.ones_(self.fc1.bias[hidden_width:])
+        self.fc2 = build_linear(hidden_width, arguments.width)
+        self.drop2 = Dropout(arguments.dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        hidden_BNM = F.gelu(self.fc1(x_BND))
+        hidden_BNM = self.fc1(x_BND)
+        if self.is_gated:
+            gate_BNM, values_BNM = hidden_BNM.chunk(2, dim=-1)
+            hidden_BNM = F.silu(gate_BNM) * values_BNM
+        else:
+            hidden_BNM = F.gelu(hidden_BNM)
         hidden_BNM = self.drop1(hidden_BNM)
         return self.drop2(self.fc2(hidden_BNM))
 
@@ -218,13 +242,11 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     def __init__(self, arguments: Model, drop_path: float) -> None:
         super().__init__()
-        width = arguments.width
-        self.norm1 = build_norm(width)
-        self.attn = Attention(width, arguments.heads, arguments.dropout)
+        self.norm1 = build_norm(arguments)
+        self.attn = Attention(arguments.width, arguments.heads, arguments.dropout)
         self.ls1 = _build_layer_scale(arguments)
-        self.norm2 = build_norm(width)
-        hidden_width = int(width * arguments.mlp_ratio)
-        self.mlp = Mlp(width, hidden_width, arguments.dropout)
+        self.norm2 = build_norm(arguments)
+        self.mlp = Mlp(arguments)
         self.ls2 = _build_layer_scale(arguments)
         self.drop_path = DropPath(drop_path) if arguments.drop_path else nn.Identity()
 
@@ -264,9 +286,9 @@ class VisionTransformer(nn.Module):
         drop_paths = [arguments.drop_path * i / last for i in range(depth)]
         self.blocks = nn.ModuleList(Block(arguments, drop_path) for drop_path in drop_paths)
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
-        self.norm = build_norm(width) if pool != "avg" else nn.Identity()
+        self.norm = build_norm(arguments) if pool != "avg" else nn.Identity()
         self.attention_pool = build_linear(width, 1) if pool == "seq" else None
-        self.fc_norm = build_norm(width) if pool == "avg" else nn.Identity()
+        self.fc_norm = build_norm(arguments) if pool == "avg" else nn.Identity()
         self.head = build_linear(width, arguments.classes)
 
     def forward(self, images_BCYX: Tensor) -> Tensor:

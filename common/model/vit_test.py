@@ -72,6 +72,9 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
         },
         {"drop_path": 0.5, "reg_tokens": 3},
         {"dropout": 0.1, "drop_path": 0.5},
+        {"norm": "rmsnorm"},
+        {"mlp": "swiglu", "mlp_ratio": 16 / 3},
+        {"norm": "rmsnorm", "mlp": "swiglu", "pool": "avg", "dropout": 0.1, "init_values": 0.3},
         {"images": 8},
         {"images": 24, "reg_tokens": 2, "no_embed_class": True},
         {"images": 12, "pool": "avg", "position": "sincos2d"},
@@ -95,8 +98,9 @@ def test_options_equal_timm(options):
         assert (value - reference[name]).abs().max() <= bound, name
 
 
-def test_bfloat16_autocast_makes_the_residual_stream_bfloat16():
-    model = build_model(**TINY, reg_tokens=1, init_values=0.3, drop_path=0.2)
+@pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
+def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(parts):
+    model = build_model(**TINY, reg_tokens=1, init_values=0.3, drop_path=0.2, **parts)
     images = torch.randn(2, 3, 16, 16)
     seen = []
     for block in model.blocks:
@@ -167,11 +171,12 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     torch.testing.assert_close(model(images), model.head(x), rtol=1e-12, atol=1e-12)
 
 
-def test_initialization_is_distributed_as_timms():
+@pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
+def test_initialization_is_distributed_as_timms(parts):
     """Means and standard deviations agree within five standard errors, parameter by parameter."""
     torch.manual_seed(0)
-    ours = build_model(**VIT_LITE).state_dict()
-    theirs = TimmVisionTransformer(**timm_arguments(**VIT_LITE)).state_dict()
+    ours = build_model(**VIT_LITE, **parts).state_dict()
+    theirs = TimmVisionTransformer(**timm_arguments(**VIT_LITE, **parts)).state_dict()
     assert ours.keys() == theirs.keys()
     for name, reference in theirs.items():
         std = reference.std().item()

@@ -28,18 +28,18 @@ LAYERED = {"decay_all": False, "layer_decay": 0.9}
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "reference"),
+    ("name", "options", "reference", "parts"),
     [
-        ("adamw", {"betas": (0.8, 0.9)} | LAYERED, partial(AdamW, betas=(0.8, 0.9))),
-        ("sgd", {}, partial(SGD, momentum=0.9)),
-        ("sgd", {"momentum": 0} | LAYERED, SGD),
-        ("lamb", LAYERED, Lamb),
+        ("adamw", {"betas": (0.8, 0.9)} | LAYERED, partial(AdamW, betas=(0.8, 0.9)), {}),
+        ("sgd", {}, partial(SGD, momentum=0.9), {}),
+        ("sgd", {"momentum": 0} | LAYERED, SGD, {}),
+        ("lamb", LAYERED, Lamb, {"norm": "rmsnorm", "mlp": "swiglu"}),
     ],
 )
-def test_trains_as_the_optimizer_it_names(name, options, reference):
+def test_trains_as_the_optimizer_it_names(name, options, reference, parts):
     """With layer decay, in timm's groups of parameters."""
-    model = build_model(**TINY)
-    copy = VisionTransformer(**timm_arguments(**TINY))
+    model = build_model(**TINY, **parts)
+    copy = VisionTransformer(**timm_arguments(**TINY, **parts))
     copy.load_state_dict(model.state_dict())
     groups = [{"params": copy.parameters(), "weight_decay": 0.1, "lr_scale": 1}]
     if "layer_decay" in options:

@@ -317,7 +317,7 @@ def _count_step(
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Make attention, LAMB, dropout's mask and LayerNorm behave as on ``device``.
+    """Make attention, LAMB, dropout's mask and norms behave as on ``device``.
 
     Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """
@@ -325,7 +325,9 @@ def _choosing_as_on(device: str) -> Iterator[None]:
         yield
         return
     layer_norm = partial(_layer_norm_as_on_a_gpu, F.layer_norm)
-    functions = mock.patch.multiple(F, dropout=_dropout_by_mask, layer_norm=layer_norm)
+    functions = mock.patch.multiple(
+        F, dropout=_dropout_by_mask, layer_norm=layer_norm, rms_norm=_rms_norm_as_on_a_gpu
+    )
     # Our layers and optimizers choose the way for a CPU by `is_cpu`.
     with mock.patch.object(Tensor, "is_cpu", False), functions:
         yield
@@ -342,6 +344,11 @@ def _layer_norm_as_on_a_gpu(
     """Compute in float32 under autocast, as CUDA's does and the CPU's does not."""
     x = x.float() if torch.is_autocast_enabled("cpu") else x
     return layer_norm(x, *args, **options)
+
+
+def _rms_norm_as_on_a_gpu(x: Tensor, shape: list[int], weight: Tensor, eps: float) -> Tensor:
+    """Keep the input for the backward pass, as layer norm; a CPU keeps the normalized one too."""
+    return F.layer_norm(x, shape, weight, None, eps)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

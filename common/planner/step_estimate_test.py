@@ -13,7 +13,7 @@ from common.config.load import load_config
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.upstream import AMP_TYPE
 from common.planner.step_estimate import Traffic, estimate_step
-from common.testing.parity_cases import CASES, MODEL
+from common.testing.parity_cases import CASES, MODEL, MODERN
 from common.testing.ranks import launched, run_ranks, slow
 from common.training import build_training
 
@@ -114,7 +114,7 @@ CHECKPOINT = {"activation_checkpoint": True}
         ),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
-        (SMALL, None, "muon", 1, 1),
+        (SMALL | MODERN, None, "muon", 1, 1),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
     ],
@@ -163,6 +163,15 @@ def test_a_gpus_autocast_keeps_four_bytes_of_what_a_layer_norm_reads_where_a_cpu
         estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
     )
     assert on_gpu - on_cpu == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)
+
+
+def test_a_gpus_rms_norm_keeps_what_its_layer_norm_keeps():
+    """The kernel of a CPU keeps the normalized activations too."""
+    layer_norm, rms_norm = (
+        estimate_step(build_config(1, model=TINY | parts, fp16=None), 1, 64).activations
+        for parts in ({}, {"norm": "rmsnorm"})
+    )
+    assert rms_norm == pytest.approx(layer_norm, rel=0.001)
 
 
 def test_averages_take_as_much_as_the_weights():

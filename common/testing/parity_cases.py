@@ -49,6 +49,7 @@ MODEL = {
     "mlp_ratio": 2.0,
     "num_classes": 8,
 }
+MODERN = {"norm": "rmsnorm", "mlp": "swiglu"}
 MICRO_BATCH = 16  # images over all data-parallel ranks together
 ACCUMULATION = 2
 STEPS = 2

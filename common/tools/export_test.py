@@ -18,9 +18,11 @@ from torch import nn
 from torchvision.datasets import ImageFolder
 
 from common.checkpoint.saved_run import open_run
+from common.checkpoint.weights import load_pretrained, open_model
 from common.errors import UserError
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
+from common.model.build import build_model
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train
 from common.tools import evaluate, export
 
@@ -126,6 +128,22 @@ def test_transformers_pipeline_gives_the_models_classes(run, data, tmp_path):
     answers = timm_logits(run, pictures).argmax(1).tolist()
     assert found == [NAMES[answer] for answer in answers]
     assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("init_values", [None, 0.1])
+def test_rms_norm_and_swiglu_are_exported_evaluated_and_started_from(init_values, data, tmp_path):
+    """timm takes no class of an MLP from a file: the architecture is one that has it."""
+    settings = ("MODEL.norm=rmsnorm", "MODEL.mlp=swiglu", f"MODEL.init_values={init_values}")
+    run = open_run(str(train(data, tmp_path / "run", *settings)))
+    for target in export.FORMATS:
+        assert export.export(run, target, tmp_path / target) < 1e-5
+    images = torch.randn(3, 3, 16, 16)
+    expected = run.load_model()(images)
+    exported = open_model(str(tmp_path / "timm")).load_model()
+    torch.testing.assert_close(exported(images), expected)
+    again = build_model(**run.config["MODEL"])
+    load_pretrained(again, str(tmp_path / "timm"))
+    torch.testing.assert_close(again.eval()(images), expected)
 
 
 def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):

@@ -141,14 +141,14 @@ class Linear3D(ShardedLinear):
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
 
 
-class ShardedLayerNorm(nn.Module):
-    """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``.
+class ShardedNorm(nn.Module):
+    """Layer norm in float32, or without a bias RMSNorm; the channels are split over ``group``.
 
     With AMP_TYPE.NAIVE, input and weights have been rounded to half precision before.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode
+        self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, group: ParallelMode
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -161,23 +161,32 @@ class ShardedLayerNorm(nn.Module):
 
 
 class LayerNormFunction(torch.autograd.Function):
-    """Layer norm with one collective in each direction."""
+    """Layer norm with one collective in each direction; RMSNorm where ``bias`` is None."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BND: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode
+        ctx: Any,
+        x_BND: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        group: ParallelMode,
     ) -> Tensor:
         variance_BN1, mean_BN1 = torch.var_mean(x_BND, dim=-1, correction=0, keepdim=True)
         moments = torch.stack((variance_BN1, mean_BN1))  # over this rank's channels
         moments_R2BN1 = all_gather(moments, 0, group).unflatten(0, (-1, 2))
         variances_RBN1, means_RBN1 = moments_R2BN1.unbind(1)
-        mean_BN1 = means_RBN1.mean(0)
+        # RMSNorm takes 0 for the mean: the variance is then the mean square.
+        mean_BN1 = torch.zeros_like(mean_BN1) if bias is None else means_RBN1.mean(0)
         # The variance within ranks plus that between: E[x^2] - E[x]^2 loses digits by cancellation.
         variance_BN1 = (variances_RBN1 + (means_RBN1 - mean_BN1).square()).mean(0)
         reciprocal_BN1 = (variance_BN1 + eps).rsqrt()
         normalised_BND = (x_BND - mean_BN1) * reciprocal_BN1
         ctx.save_for_backward(normalised_BND, reciprocal_BN1, weight)
         ctx.group = group
+        ctx.has_bias = bias is not None
+        if bias is None:
+            return normalised_BND * weight
         return torch.addcmul(bias, normalised_BND, weight)
 
     @staticmethod
@@ -185,7 +194,7 @@ class LayerNormFunction(torch.autograd.Function):
         normalised_BND, reciprocal_BN1, weight = ctx.saved_tensors
         # Sums over this rank's samples: `sum_partial_gradients` adds those of the other ranks.
         weight_grad = (grad_BND * normalised_BND).flatten(0, -2).sum(0)
-        bias_grad = grad_BND.flatten(0, -2).sum(0)
+        bias_grad = grad_BND.flatten(0, -2).sum(0) if ctx.has_bias else None
         grad_BND = grad_BND * weight
         sums_2BN1 = torch.stack(
             [
@@ -195,6 +204,8 @@ class LayerNormFunction(torch.autograd.Function):
         )
         # Ranks have equally many channels: the mean of their means is that of all channels.
         means_2BN1 = all_reduce(sums_2BN1, ctx.group) / gpc.get_world_size(ctx.group)
+        if not ctx.has_bias:
+            means_2BN1[0] = 0  # RMSNorm's mean is constant
         x_grad_BND = reciprocal_BN1 * (grad_BND - means_2BN1[0] - normalised_BND * means_2BN1[1])
         return x_grad_BND, weight_grad, bias_grad, None, None
 

@@ -288,6 +288,7 @@ def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> 
     heads = model["heads"]
     width = model["width"]
     hidden_width = int(width * model["mlp_ratio"])
+    matrices = 2 if model.get("mlp") == "swiglu" else 1
     depth = tensor.get("depth", 1)
     side = side_of(tensor)  # the heads are split over so many ranks
     # Between blocks so many ranks have different samples.
@@ -298,7 +299,7 @@ def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> 
         ("MODEL.heads", heads, side),
         # All heads have the same number of channels.
         ("MODEL.width", width, math.lcm(unit, heads)),
-        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, unit),
+        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, matrices * unit),
         ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
     )
     for name, value, divisor in rules:

@@ -80,6 +80,12 @@ def test_groups_that_are_refused(parallel, message):
             "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
         ),
         (
+            # The gate and the values are split separately.
+            tensor("2d", 4),
+            {"mlp_ratio": 34 / 32, "mlp": "swiglu"},
+            "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
+        ),
+        (
             tensor("3d", 8),
             {},
             "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8",

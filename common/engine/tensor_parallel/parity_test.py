@@ -2,8 +2,9 @@
 
 Compared in float32, from the same weights and data: losses, the noise scale, clipped gradients and
 weights after 2 accumulated steps of each optimizer, some on a model with LayerScale and registers,
-with layer decay, Mixup and label smoothing, and of the head alone. Skipped steps, which the plain
-loop does not have, leave no trace. An error is max|a - b| / max|b| of the worst tensor.
+or RMSNorm and SwiGLU, with layer decay, Mixup and label smoothing, and of the head alone. Skipped
+steps, which the plain loop does not have, leave no trace. An error is max|a - b| / max|b| of the
+worst tensor.
 """
 
 import functools
@@ -22,6 +23,7 @@ from common.testing.parity_cases import (
     CASES,
     MAX_NORM,
     MICRO_BATCH,
+    MODERN,
     OPTIMIZERS,
     STEPS,
     blended_loss,
@@ -37,6 +39,7 @@ TOLERANCE = 1e-5
 # optimizer, what is frozen, and what the model has beside the plain one's parts
 TRAINED = {name: (name, None, {}) for name in OPTIMIZERS} | {
     "lamb": ("lamb", None, {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}),
+    "muon, SwiGLU": ("muon", None, MODERN),
     "sgd": ("sgd", None, {"position": "sincos2d", "pool": "avg"}),
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),

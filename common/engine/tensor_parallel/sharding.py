@@ -21,7 +21,7 @@ from common.engine.tensor_parallel.layers import (
     Linear3D,
     RankSeeded,
     RowLinear,
-    ShardedLayerNorm,
+    ShardedNorm,
 )
 from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, name_shards
 from common.engine.upstream import (
@@ -101,8 +101,9 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
     if name.endswith(".drop_path") and getattr(layer, "rate", 0):
         # Ranks with the same samples drop the same ones, whichever channels they have.
         return RankSeeded(layer, gpc.get_local_rank(layout.samples))
-    if isinstance(layer, nn.LayerNorm):
-        return ShardedLayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        bias = getattr(layer, "bias", None)
+        return ShardedNorm(layer.weight, bias, layer.eps, layout.channels)
     return None
 
 

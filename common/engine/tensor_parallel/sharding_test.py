@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.engine.tensor_parallel.layers import ShardedLayerNorm, ShardedLinear
+from common.engine.tensor_parallel.layers import ShardedLinear, ShardedNorm
 from common.engine.tensor_parallel.layout import LAYOUTS
 from common.engine.tensor_parallel.sharding import global_grad_norm
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
 from common.testing.parity_cases import (
     CASES,
+    MODERN,
     blended_loss,
     build_engine,
     build_tiny_model,
@@ -102,25 +103,27 @@ def test_recomputed_activations_have_the_same_masks(case):
         torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_layer_norm_does_not_overflow_in_half():
+@pytest.mark.parametrize("norm", [nn.LayerNorm(1024), nn.RMSNorm(1024, eps=1e-5)])
+def test_norms_do_not_overflow_in_half(norm):
     """100^2 overflows in half precision, 0.001^2 is below the epsilon."""
     torch.manual_seed(0)
     x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
-    norm = nn.LayerNorm(1024)
+    bias = getattr(norm, "bias", None)
     with launched():
-        output = ShardedLayerNorm(norm.weight, norm.bias, norm.eps, ParallelMode.DATA)(x)
+        output = ShardedNorm(norm.weight, bias, norm.eps, ParallelMode.DATA)(x)
     torch.testing.assert_close(output, norm(x.float()), rtol=0, atol=1e-3)
 
 
-def epsilons() -> set[float]:
+def epsilons(arguments: dict[str, str]) -> set[float]:
     with launched(**CASES["2d-4"][1]):
-        model = shard_model(build_tiny_model())
-        return {layer.eps for layer in model.modules() if isinstance(layer, ShardedLayerNorm)}
+        model = shard_model(build_tiny_model(**arguments))
+        return {layer.eps for layer in model.modules() if isinstance(layer, ShardedNorm)}
 
 
-def test_layer_norms_keep_their_epsilon():
+@pytest.mark.parametrize("arguments", [{}, MODERN])
+def test_norms_keep_their_epsilon(arguments):
     """Beside activations of 1 the default, 1e-5, is within what parity_test allows."""
-    assert run_ranks(4, epsilons) == [{1e-6}] * 4
+    assert run_ranks(4, epsilons, arguments) == [{1e-6}] * 4
 
 
 class Product(ShardedLinear):

@@ -103,7 +103,7 @@ def speed(model: str) -> None:
     Blocks are compiled and there is no dropout, but where it is named. ``model`` is a key of
     `MODELS`.
     """
-    import timed_steps
+    import testing as timed_steps
 
     measure = partial(measure_step, model)
     measure("ours", timed_steps.ours)
@@ -120,7 +120,7 @@ def measure_step(
     model: str, name: str, train: Callable[[Any], None], how: bool | str = True, *more: str
 ) -> None:
     """Write a row of a variant's step; ``how`` is COMPILE, ``more`` are settings."""
-    import timed_steps
+    import testing as timed_steps
     import torch
 
     from common.engine.groups import shutdown
@@ -158,7 +158,7 @@ def measure_step(
 
 def seconds_of(call: Callable[[], object]) -> float:
     """Return the seconds of a call, the mean of several after the first."""
-    import timed_steps
+    import testing as timed_steps
 
     work = timed_steps.Work((), 2 if TINY else 30, 1 if TINY else 5)
     for _ in work:
@@ -168,7 +168,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def ceilings() -> None:
     """Time what bounds a step: copies, ViT-B/16's matrix products, attention by backend."""
-    import timed_steps
+    import testing as timed_steps
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -208,7 +208,7 @@ def ceilings() -> None:
 
 def lamb() -> None:
     """Time a step over the parameters of ViT-B/16 in float32, by LAMB and others."""
-    import timed_steps
+    import testing as timed_steps
     import torch
     from timm.optim import Lamb as TimmLamb
     from torch.optim import AdamW

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timed_steps
+import testing as timed_steps
 import torch
 import write_digits
 from gpu import VIT_B16, VIT_S16, photographs, write_row

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import gpu
 import pytest
-import timed_steps
+import testing as timed_steps
 
 from common.testing.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""Training steps on images in memory, for scripts/gpu.py to time: ours, PyTorch's and timm's."""
+"""Training steps on images in memory, for gpu.py and tests to time: ours, PyTorch's and timm's."""
 
 import time
 from collections.abc import Iterable, Iterator

@@ -131,7 +131,7 @@ class StepOptimizer(OptimizerWrapper):
         """Return 0 with gradient 0; for a non-finite ``loss``, NaN with NaN in a weight's gradient.
 
         A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its
-        gradient 0.
+        gradient 0. A rank to which ``zero`` leaves no trained element cannot tell the others.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
         # The smallest parameter is the cheapest. With ``zero`` a rank's shard may have no element.

@@ -11,6 +11,7 @@ import torch
 
 from common.config.load import load_config
 from common.config.plan import build_plan
+from common.data.mixup import MixupLoss
 from common.engine import amp
 from common.engine.groups import shutdown
 from common.errors import UserError
@@ -200,7 +201,7 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
         def fail(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        torch.nn.CrossEntropyLoss.forward = fail
+        MixupLoss.forward = fail
         settings = "TOTAL_BATCH_SIZE=32", "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 32)]"
         train(data, tmp_path / "run", *settings)
 

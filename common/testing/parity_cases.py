@@ -129,18 +129,18 @@ def build_engine(
     return build_training(config, criterion, model=build_tiny_model(**arguments))[:3]
 
 
-def fit(engine: Engine, steps: int = STEPS) -> list[float]:
+def fit(engine: Engine, steps: int = STEPS, bad_rank: int = -1) -> list[float]:
     """Train through the trainer; return the losses of all ranks' micro-batches.
 
-    The first step and the second follow one that all ranks have to skip: on the last rank, whose
-    shards with ``zero`` may be empty, its second micro-batch has no label, so that cross-entropy is
-    NaN and its gradient 0.
+    The first step and the second follow one that all ranks have to skip: on ``bad_rank``, by
+    default the last, whose shards with ``zero`` may be empty, its second micro-batch has no label,
+    so that cross-entropy is NaN and its gradient 0.
     """
     rank = gpc.get_local_rank(ParallelMode.DATA)
     size = gpc.get_world_size(ParallelMode.DATA)
     first, second, *others = micro_batches(steps, rank, size)
     images, labels = second
-    if gpc.get_global_rank() == gpc.get_world_size(ParallelMode.GLOBAL) - 1:
+    if gpc.get_global_rank() == bad_rank % gpc.get_world_size(ParallelMode.GLOBAL):
         missing = torch.full_like(labels["target"], -100)
         labels = labels | {"target": missing, "other": missing}
     skipped = [first, (images, labels)]

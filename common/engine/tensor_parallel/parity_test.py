@@ -102,7 +102,8 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
         for name, (optimizer_name, frozen, arguments) in TRAINED.items():
             model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
             parameters = named_shards(model)
-            losses = fit(engine)
+            # Of the head alone, `zero` may leave nothing to the last rank: it cannot tell others.
+            losses = fit(engine, bad_rank=0 if frozen else -1)
             losses.append(engine.optimizer.grad_norm.item())
             losses.append(engine.noise_scale.value().item())
             gradients = {

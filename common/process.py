@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,13 @@ def ends_cleanly(main: Callable[P, R]) -> Callable[P, R]:
         with _open_scope() as own_scope:
             own_scope.has_main = True
             own_scope.callback(_end_monitor)
+            # An exception in `no_grad`'s exit, as Ctrl-C raises it, leaves gradients off.
+            torch: Any = sys.modules.get("torch")
+            if torch:
+                own_scope.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+                for device in ("cpu", "cuda"):
+                    enabled = torch.is_autocast_enabled(device)
+                    own_scope.callback(torch.set_autocast_enabled, device, enabled)
             return main(*arguments, **options)
 
     return clean_main

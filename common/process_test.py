@@ -49,6 +49,7 @@ def describe_process() -> dict[str, Any]:
         "cudnn": (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
         "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype()),
         "cores": torch.get_num_threads(),
+        "modes": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
     }
 
 
@@ -72,6 +73,13 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def interrupt_exits() -> None:
+    """Be interrupted before contexts of torch's have undone what they did."""
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    raise KeyboardInterrupt
+
+
 def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
@@ -87,11 +95,12 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (fail, RuntimeError),
         (interrupt, KeyboardInterrupt),
+        (interrupt_exits, KeyboardInterrupt),
         (lambda: sys.exit(3), SystemExit),
         (send(signal.SIGINT), Stopped),
         (send(signal.SIGTERM), Stopped),
     ],
-    ids=["bug", "KeyboardInterrupt", "sys.exit", "Ctrl-C", "SIGTERM"],
+    ids=["bug", "KeyboardInterrupt", "in torch", "sys.exit", "Ctrl-C", "SIGTERM"],
 )
 def test_a_training_that_ends_early_leaves_the_process_as_it_was_and_resumes(
     action, error, trained, data, tmp_path, monkeypatch

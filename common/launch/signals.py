@@ -168,15 +168,31 @@ class StopSignals:
         return not self.deferring or is_second
 
     def before_fork(self) -> None:
-        """Block the signals, which the child would otherwise write into its parent's pipe."""
+        """Block the signals, which the child would otherwise write into its parent's pipe.
+
+        Until the fork is over, handlers only delay: Python drops what is raised in these callbacks.
+        """
+        self._forking.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._forking.handlers[number] = handler
+                    signal.signal(number, _delay)
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._forking.parent = os.getpid()
 
     def after_fork_in_parent(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._forking.handlers.items():
+            signal.signal(number, handler)
 
     def after_fork_in_child(self) -> None:
         """Make the child ignore the signals and die with its parent."""
+        self._restore_handlers()
         if self._previous:
             signal.set_wakeup_fd(-1)
             self._previous = {}  # the child may `install` for itself
@@ -186,6 +202,11 @@ class StopSignals:
                 os._exit(1)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+
+def _delay(number: int, _: object) -> None:
+    """Send the signal again a little later."""
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
 
 def _kill_children() -> None:

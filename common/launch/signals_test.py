@@ -176,6 +176,37 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it():
     wait_until(lambda: has_ended(child), seconds=10)
 
 
+IN_FORK = """
+import os, signal
+from functools import partial
+
+# it is pending until the signals are no longer blocked
+os.register_at_fork(before=partial(os.kill, os.getpid(), signal.SIGINT))
+{imports}
+handler = signal.getsignal(signal.SIGINT)
+script.__exit__(None, None, None)
+if {installs}:
+    stop_signals.install()
+try:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(10)
+except KeyboardInterrupt:
+    stop_signals.restore()
+    assert signal.getsignal(signal.SIGINT) is handler
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize("installs", [False, True])
+def test_a_signal_that_comes_during_a_fork_is_not_lost(installs):
+    """Python ignores what a handler raises in a function that it calls before or after a fork."""
+    ended = run_python(IN_FORK.format(imports=IMPORTS, installs=installs))
+    assert (ended.stdout, ended.stderr) == ("stopped\n", "")
+
+
 def test_torchrun_leaves_sighup_ignored_under_nohup_and_threads_to_the_ranks(monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.delenv("OMP_NUM_THREADS")

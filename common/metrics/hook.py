@@ -13,6 +13,7 @@ from torch import Tensor
 from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, all_reduce
+from common.errors import UserError
 from common.files import Values
 from common.hardware import peak_memory
 from common.metrics.evaluation import Counts
@@ -149,7 +150,11 @@ class MetricsHook(BaseHook):
 
     def after_test(self, trainer: Trainer) -> None:
         metrics = self.counts.sum_over_ranks(ParallelMode.DATA)
-        metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
+        for name, value in trainer.states.pop("figures", {}).items():  # of a hook of the user's
+            try:
+                metrics[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UserError(f"figures: {name} is not a number: {error}") from error
         trainer.states["eval"] = metrics
         self._log("eval", trainer, metrics)
         self.started += time.perf_counter() - self.paused

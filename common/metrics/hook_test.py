@@ -6,6 +6,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from common.config.plan import Plan
 from common.engine.engine import initialize
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook
+from common.errors import UserError
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Metrics, read_metrics
@@ -120,3 +122,28 @@ def test_the_first_record_after_a_resume_counts_earlier_steps_but_not_their_time
     assert first["loss"] == pytest.approx((loss + fmean(trained.losses[:2])) / 3)
     assert first["samples_per_s"] == pytest.approx(8 / 12)
     assert (first["forward_s"], first["mfu"]) == pytest.approx((2, 8 / 12 / 8))
+
+
+class Figure(BaseHook):
+    """A user's, with one figure."""
+
+    def __init__(self, value: object):
+        super().__init__(priority=-1)
+        self.value = value
+
+    def after_test(self, trainer: Any) -> None:
+        trainer.states["figures"] = {"recall": self.value}
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5)])
+def test_a_figure_is_written_as_a_number(tmp_path, monkeypatch, value):
+    fit(tmp_path, monkeypatch, Figure(value))
+    evaluations = [line for line in read_metrics(tmp_path) if line["kind"] == "eval"]
+    assert {type(line["recall"]) for line in evaluations} == {float}
+    assert evaluations[0]["recall"] == 0.5
+
+
+@pytest.mark.parametrize("value", [None, "high", [0.5], np.zeros(2), torch.zeros(2)])
+def test_a_figure_that_is_no_number_is_refused(tmp_path, monkeypatch, value):
+    with pytest.raises(UserError, match="^figures: recall is not a number: "):
+        fit(tmp_path, monkeypatch, Figure(value))

@@ -117,7 +117,8 @@ REFUSED = [
         START + "\n4,a,extra\n",
         "",
         r"2\s+train;\s+not\s+a\s+split:\s+blank\s+\(1\),\s+extra\s+\(1\);"
-        ".*line 4: 3: split '' is not train.*line 5: 4: split 'extra'.*match: 2, more than 1% of 4",
+        ".*line 4: 3: split '' is not train.*line 5: 4: split 'extra'.*match: 2, more than 1% of 4"
+        ".*has train, val or test in each row",
     ),
     (
         "name,label,fold\n1,a,0\n2,b,0\n3,b,0\n4,a,1\n",

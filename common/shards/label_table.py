@@ -72,8 +72,9 @@ def list_table(root: Path, table: LabelTable, split: str | None) -> tuple[ImageL
     if len(refused) > table.max_refused * total or not by_split:
         raise UserError(
             f"{table.path}: {count}, more than {100 * min(table.max_refused, 0.99):g}% of "
-            f"{total:,}; mend the table, whose paths are relative to {root}, remove other images, "
-            "or raise prepare's --max-refused"
+            f"{total:,}; mend the table, whose paths are relative to {root} and whose column of "
+            "splits, if any, has train, val or test in each row, remove other images, or raise "
+            "prepare's --max-refused"
         )
     check_split(root, by_split, split)
     wanted = [split] if split else ["train", "validation"]

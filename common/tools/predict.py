@@ -181,6 +181,8 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     Images are prepared as for the run's evaluation. The first call reads the run's weights. Raises
     OSError where storage fails.
     """
+    if isinstance(images, str) or not all(isinstance(image, (str, Path)) for image in images):
+        raise TypeError(f"predict takes a list of paths, not {images!r:.80}")
     with _opening:
         classifier = _classifiers.get(run) or Classifier(run)
         _classifiers[run] = classifier

@@ -164,3 +164,9 @@ def test_the_librarys_page_classifies_images(run, pictures, capsys):
     assert unread == "gone.png: No such file or directory"
     assert {row.split()[1] for row in rows} <= {*NAMES}
     assert shape == f"({len(rows)}, 32)" == "(6, 32)"
+
+
+@pytest.mark.parametrize("images", ["a.png", [Image.new("RGB", (9, 9))], [b"a.png"]])
+def test_images_that_are_no_list_of_paths_are_refused(run, images):
+    with pytest.raises(TypeError, match="^predict takes a list of paths, not ['[]"):
+        next(predict.predict(open_run(str(run)), images))

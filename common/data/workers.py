@@ -148,7 +148,8 @@ class WorkerPool:
         if self._pool:
             # A worker may be in the middle of an image: its result is not wanted. With this lock
             # none is in the middle of writing one, of which `shutdown` would wait for the rest.
-            self._pool._result_queue._wlock.acquire(timeout=5)
+            queue: Any = self._pool._result_queue
+            queue._wlock.acquire(timeout=5)
             for process in [*self._pool._processes.values()]:
                 process.kill()
             self._pool.shutdown(cancel_futures=True)

@@ -2,9 +2,9 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torchvision.datasets import CIFAR10
@@ -14,7 +14,7 @@ from common.data.image_folder import list_splits
 from common.data.image_loaders import load_image
 from common.data.image_split import FolderSplit
 from common.errors import UserError
-from common.files import fingerprint_of
+from common.files import Values, fingerprint_of
 from common.process import at_end
 
 DOWNLOAD = "CIFAR-10 (170 MB)"
@@ -44,7 +44,7 @@ class DataSet(NamedTuple):
         )
 
 
-def open_images(data: Mapping[str, Any]) -> DataSet:
+def open_images(data: Values) -> DataSet:
     """Read the data set at ``DATA.root``, once.
 
     With ``DATA.download`` a missing one is downloaded. Raises `UserError` naming the file or folder

@@ -99,7 +99,7 @@ class Augment:
     ``autoaugment`` is None or "cifar10".
     """
 
-    def __init__(self, padding: int, flip: bool, autoaugment: str | None) -> None:
+    def __init__(self, padding: int, flip: bool, autoaugment: str | None):
         self.padding = padding
         self.flip = flip
         self.policy = AutoAugment() if autoaugment else None
@@ -141,9 +141,7 @@ class MemoryReader:
     zeros with label -100. Images of a draw with another size are resized after ``augment``.
     """
 
-    def __init__(
-        self, images: Images, augment: Augment | None, data: Values, device: torch.device
-    ) -> None:
+    def __init__(self, images: Images, augment: Augment | None, data: Values, device: torch.device):
         # The whole split, up to 154 MB for CIFAR-10: a step sends indices to the device, no images.
         self._images = torch.from_numpy(images.images).to(device)
         self._labels = torch.from_numpy(images.labels).to(device)

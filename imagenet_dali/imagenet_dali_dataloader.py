@@ -167,7 +167,7 @@ class DaliReader:
         device: torch.device,
         dp_size: int = 1,
         augment: "Policy | None" = None,
-    ) -> None:
+    ):
         self.split = split
         self.crop = crop
         self.batch = batch

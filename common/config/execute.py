@@ -21,13 +21,13 @@ from common.config.fields import parse
 from common.config.schema import Config
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
-from common.files import read_bytes
+from common.files import Values, read_bytes
 
 CONFIGS = Path(configs.__path__[0])
 RECIPES = {path.stem: path for path in sorted(CONFIGS.glob("[!_]*.py"))}
 # Defined in each config without an import, as in Colossal-AI's printed examples.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
-Overrides = Mapping[str, Any]  # values by dotted name: {"NUM_EPOCHS": 9, "MODEL.depth": 6}
+Overrides = Values  # values by dotted name: {"NUM_EPOCHS": 9, "MODEL.depth": 6}
 
 
 def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:

@@ -50,7 +50,7 @@ class Policy:
     uniforms: int
     fill: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         # The tables are built once for each size of images.
         self._operations = cache(self._build_operations)
         self._tables = cache(self._build_tables)
@@ -153,7 +153,7 @@ class RandAugment(Policy):
     timm; torchvision counts the same range from 0 to 30.
     """
 
-    def __init__(self, operations: int, magnitude: float) -> None:
+    def __init__(self, operations: int, magnitude: float):
         grey = 128
         transform = v2.RandAugment(fill=grey)
         level = round(magnitude / LEVELS * BINS)
@@ -173,7 +173,7 @@ class AutoAugment(Policy):
 
     UNIFORMS = 5  # the pair; then for each of its operations whether it is applied, and its sign
 
-    def __init__(self) -> None:
+    def __init__(self):
         transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
         # Each pair has two of (name, probability, level).
         operations = list(chain(*transform._policies))
@@ -199,7 +199,7 @@ class TimmRandAugment:
 
     uniforms = 1
 
-    def __init__(self, text: str, mean: Sequence[float], interpolation: str) -> None:
+    def __init__(self, text: str, mean: Sequence[float], interpolation: str):
         # The import takes a second.
         from timm.data.auto_augment import posterize, rand_augment_transform
         from timm.data.transforms import str_to_pil_interp

@@ -17,7 +17,7 @@ class BadImages:
     `UserError`.
     """
 
-    def __init__(self, samples: float) -> None:
+    def __init__(self, samples: float):
         self.samples = samples
         self.count = 0  # bad images in this pass
         self._named = set()

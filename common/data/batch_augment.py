@@ -21,7 +21,7 @@ class BatchAugment(Loader):
     that a resumed run draws the same.
     """
 
-    def __init__(self, loader: Loader, config: Values) -> None:
+    def __init__(self, loader: Loader, config: Values):
         super().__init__(loader.sampler, loader.reader)
         self.config = config
         self.blend = Blend(config["MIXUP"], config["CUTMIX"])

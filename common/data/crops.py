@@ -245,7 +245,7 @@ def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -
 class Normalizer:
     """Normalise images to the network's input; ``mean`` and ``std`` are RGB in [0, 1]."""
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device):
         self.mean_C11 = torch.tensor(mean, device=device)[:, None, None] * 255
         self.std_C11 = torch.tensor(std, device=device)[:, None, None] * 255
 

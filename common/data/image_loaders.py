@@ -66,7 +66,7 @@ class ImageReader:
         batch: int = 0,  # its largest draw, for other readers
         dp_size: int = 1,
         augment: Any = None,
-    ) -> None:
+    ):
         self.device = device
         self._records = RecordReader(split)  # used for draws with spans only
         self._bad = BadImages(len(split) / dp_size)

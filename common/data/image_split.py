@@ -105,7 +105,7 @@ class FolderSplit(ImageSplit):
         files: Files,
         origin: str = "",
         held_out: str = "",
-    ) -> None:
+    ):
         labels = np.array([label for _, label in files], np.int64)
         super().__init__(class_names, labels, origin, held_out)
         self.root = root

@@ -37,7 +37,7 @@ class Loader:
     processes. A pass that was left early is closed by the next one, or by `close`.
     """
 
-    def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
+    def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader):
         self.sampler = sampler
         self.reader = reader
         # (epoch, samples of it yielded so far, over all ranks): now, and where the next pass starts

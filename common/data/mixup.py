@@ -99,7 +99,7 @@ class MixupLoss(nn.Module):
         bce_threshold: float | str | None = None,
         bce_sum: bool = False,
         class_weights: Tensor | None = None,
-    ) -> None:
+    ):
         super().__init__()
         self.label_smoothing = label_smoothing
         self.bce_threshold = bce_threshold

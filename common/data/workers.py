@@ -43,7 +43,7 @@ class RecordReader:
     `MOST_DRAWS_AHEAD`. Bad records are yielded as errors.
     """
 
-    def __init__(self, split: ImageSplit) -> None:
+    def __init__(self, split: ImageSplit):
         self.split = split
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 

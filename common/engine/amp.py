@@ -7,7 +7,6 @@ float32. The cast's backward pass gives float32 gradients, which add up over mic
 takes its input's dtype, in which Colossal-AI's product then communicates.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from common.engine.tensor_parallel.layers import ShardedLinear
 from common.engine.upstream import AMP_TYPE
+from common.files import Values
 from common.hardware import instruction_set, is_fast
 
 
@@ -76,7 +76,7 @@ CASTS = {
 }
 
 
-def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
+def build_mixed_precision(fp16: Values | None, device_type: str) -> MixedPrecision:
     """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device.
 
     - None, or no mode: full precision.
@@ -130,7 +130,7 @@ def _warn_of_slowness(dtype: torch.dtype, device_type: str) -> str | None:
     )
 
 
-def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
+def compute_dtype(fp16: Values | None, device_type: str) -> torch.dtype:
     """Return the dtype of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
     # "enabled" leaves out the loss scaler: it warns where there is no GPU.
     return build_mixed_precision({**(fp16 or {}), "enabled": False}, device_type).dtype

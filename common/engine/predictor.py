@@ -17,7 +17,7 @@ from common.launchers import is_first_process
 class Predictor:
     """Map images on any device to float32 logits on ``device``."""
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]):
         """Move ``model`` to this process's device and the precision of ``config``, in place."""
         # A training does both before its first step.
         limit_threads()

@@ -1,8 +1,8 @@
 """Detect the launcher (torchrun, srun, mpirun, flags, or none) and initialise the process group."""
 
-import argparse
 import re
 import zlib
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ class Launch:
     backend: str
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch_arguments(parser: ArgumentParser) -> None:
     """Add the launch flags; an empty value, as of an unset shell variable, counts as not given."""
     group = parser.add_argument_group(
         "launch", "needed only without a launcher; otherwise must match its environment"
@@ -57,7 +57,7 @@ def integer(text: str) -> int | None:
     return int(text) if text else None
 
 
-def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
+def detect_launch(args: Namespace, environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, from its flags and environment.
 
     The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc),
@@ -120,7 +120,7 @@ def init_distributed(
     limit_threads()
 
 
-def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+def _find_launcher(args: Namespace, environ: Mapping[str, str]) -> str:
     """Return the innermost launcher: a key of LAUNCHERS, "args" or "single"."""
     # The user overrules variables that may be left over.
     if args.world_size == 1:
@@ -141,9 +141,7 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return "single" if all(getattr(args, flag) in (None, "") for flag in FLAGS) else "args"
 
 
-def _from_environment(
-    launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
-) -> dict[str, Any]:
+def _from_environment(launcher: str, args: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of FLAGS from the variables of ``launcher``, which flags must match."""
     # Only torchrun sets a host and a port: others have no name for these.
     names = {flag: name for flag in FLAGS if (name := getattr(LAUNCHERS[launcher], flag))}
@@ -181,7 +179,7 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
         raise RankError(f"{name}={environ[name]}: expected an integer, or unset {name}") from None
 
 
-def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
+def _from_flags(args: Namespace) -> dict[str, Any]:
     """Return the values of FLAGS for a process that no launcher has started."""
     values = {flag: getattr(args, flag) for flag in FLAGS}
     if values["local_rank"] is None:
@@ -200,9 +198,7 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _rendezvous(
-    launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
-) -> dict[str, Any]:
+def _rendezvous(launcher: str, args: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return host and port of rank 0.
 
     As given, else the first node of the step and a port that all processes derive from the job's

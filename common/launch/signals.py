@@ -43,7 +43,7 @@ class StopSignals:
         agreed: the signal for which the ranks have agreed to stop, or 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.received = self.agreed = 0
         self.deferring = False
         self._received_at = self._seen_at = 0.0

@@ -62,7 +62,7 @@ def rank_repetitions(evaluations: Sequence[Mapping[str, float | None]], metric: 
 class Counts:
     """The counts of an evaluation, on the device. Labels below 0, of padding, do not count."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         # sum of cross-entropy, top-5 hits
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         # samples, correct answers and answers [3, C + 1]; the last column is of what does not count

@@ -5,7 +5,6 @@ A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optim
 """
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,14 +12,14 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.errors import UserError
-from common.files import Count, parse_json, read_bytes
+from common.files import Count, Values, parse_json, read_bytes
 
 MAX_METRICS = 1 << 29  # bytes of the file, about 1,500,000 lines
 MAX_LINE = 1 << 16  # bytes
 UNPLOTTED = ("kind", "step", "epoch", "time", "samples")  # fields that are no metrics
 EVALUATED = {"loss", "top1", "top5", "samples"}  # what no eval record lacks
 
-Metrics = Mapping[str, Any]
+Metrics = Values
 Metric = float | None  # None, null in the file: not finite
 Share = Annotated[float, Field(ge=0, le=1)]
 Loss = Annotated[

@@ -3,13 +3,12 @@
 docs/fine-tune.md has the rules, and what happens where a side has no names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
-from common.files import canonical_name, read_names
+from common.files import Values, canonical_name, read_names
 from common.text import list_some
 
 ORDERS = ("text", "timm")
@@ -69,7 +68,7 @@ def order_classes(
 
 
 def match_head(
-    about: Mapping[str, Any], names: Sequence[str], classes: str | None
+    about: Values, names: Sequence[str], classes: str | None
 ) -> tuple[list[int | None], str]:
     """Return the row of the weights' head for each of ``names``, and a warning if it is not known.
 
@@ -84,7 +83,7 @@ def match_head(
     return match_classes([rows, known["descriptions"]], names), warning
 
 
-def name_classes(about: Mapping[str, Any]) -> dict[str, list[str]]:
+def name_classes(about: Values) -> dict[str, list[str]]:
     """Return the classes' names and what they mean; of ImageNet's those that timm knows."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 

@@ -23,7 +23,7 @@ class EmaHook(BaseHook):
             of a sharded model, this rank's shards.
     """
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
+    def __init__(self, model: nn.Module, decay: float, warmup: bool = True):
         # Before `CheckpointHook` (10): a checkpoint holds weights and averages of the same step.
         super().__init__(priority=5)
         self.decay = decay

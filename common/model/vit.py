@@ -63,7 +63,7 @@ class PatchProjection(nn.Conv2d):
 
 
 class PatchEmbed(nn.Module):
-    def __init__(self, patch_size: int, width: int) -> None:
+    def __init__(self, patch_size: int, width: int):
         super().__init__()
         self.proj = PatchProjection(3, width, kernel_size=patch_size, stride=patch_size)
 
@@ -77,7 +77,7 @@ class ConvStem(nn.Sequential):
     After Xiao et al., arXiv 2106.14881. All but the first have stride 2.
     """
 
-    def __init__(self, width: int, patch_size: int) -> None:
+    def __init__(self, width: int, patch_size: int):
         # With a width of 384 and patches of 16 pixels: 3, 24, 48, 96, 192, 384.
         convolutions = patch_size.bit_length()
         channels = [3, *(width >> i for i in reversed(range(convolutions)))]
@@ -126,7 +126,7 @@ class Dropout(nn.Dropout):
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
         self.head_width = width // heads
         self.qkv = build_linear(width, 3 * width)
@@ -166,7 +166,7 @@ class Mlp(nn.Module):
     that it multiplies, side by side, as timm's `SwiGLUPacked`.
     """
 
-    def __init__(self, arguments: Model) -> None:
+    def __init__(self, arguments: Model):
         super().__init__()
         hidden_width = arguments.hidden_width
         self.is_gated = arguments.mlp == "swiglu"
@@ -194,7 +194,7 @@ class Mlp(nn.Module):
 class DropPath(nn.Module):
     """Drop a residual branch for randomly chosen samples (stochastic depth, arXiv 1603.09382)."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
         # A tensor is an input of compiled code. A number would be a constant, and each block, with
@@ -230,7 +230,7 @@ def bfloat16_as(tensor: Tensor, other: Tensor) -> Tensor:
 class LayerScale(nn.Module):
     """Multiply each channel of a residual branch by a learned factor (arXiv 2103.17239)."""
 
-    def __init__(self, width: int, init_value: float) -> None:
+    def __init__(self, width: int, init_value: float):
         super().__init__()
         # float32, whatever autocast computes in: a value such as 1e-6 is learned.
         self.gamma = nn.Parameter(torch.full((width,), float(init_value)))
@@ -240,7 +240,7 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, arguments: Model, drop_path: float) -> None:
+    def __init__(self, arguments: Model, drop_path: float):
         super().__init__()
         self.norm1 = build_norm(arguments)
         self.attn = Attention(arguments.width, arguments.heads, arguments.dropout)
@@ -263,7 +263,7 @@ class VisionTransformer(nn.Module):
 
     head_names = ("head",)
 
-    def __init__(self, arguments: Model) -> None:
+    def __init__(self, arguments: Model):
         super().__init__()
         width = arguments.width
         depth = arguments.depth

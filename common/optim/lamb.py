@@ -76,7 +76,7 @@ class Lamb(Optimizer):
         variant: str = "colossalai",
         reduce_norms: ReduceNorms | None = None,
         **options: object,
-    ) -> None:
+    ):
         unknown = options.keys() - VARIANTS[variant].keys()
         if unknown:
             raise TypeError(f"unexpected options of LAMB: {', '.join(sorted(unknown))}")

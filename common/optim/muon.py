@@ -72,7 +72,7 @@ class Muon(AdamW):
         bfloat16: bool = False,
         map_full: MapFull | None = None,
         ranks: int = 1,
-    ) -> None:
+    ):
         # Only the fused AdamW reads `found_inf` on the device.
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
         self.matrices = matrices

@@ -24,7 +24,7 @@ class FusedSGD(SGD):
     (torch/optim/sgd.py, `_fused_sgd`). It is not fused where the kernel `is_wrong`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, fused=True, **options)
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -91,7 +91,7 @@ class Planner:
     Its GPUs sustain ``rate`` FLOP/s, and up to ``rate * speedup`` with a compiled model.
     """
 
-    def __init__(self, config: Values, plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, config: Values, plan: Plan, cluster: Cluster):
         self.config = config
         self.plan = plan
         self.cluster = cluster

@@ -53,7 +53,7 @@ class Traffic(TorchDispatchMode):
     that is not in `COLLECTIVES`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: Counter[Route] = Counter()
         self.nbytes: Counter[Route] = Counter()
@@ -81,7 +81,7 @@ class TensorMemory(TorchDispatchMode):
     overhead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.live = self.peak = 0
         self._sizes: dict[int, int] = {}
@@ -98,7 +98,7 @@ class TensorMemory(TorchDispatchMode):
         self._patch.start()
         return super().__enter__()
 
-    def __exit__(self, *details: Any) -> None:
+    def __exit__(self, *details: Any):
         super().__exit__(*details)
         self._patch.stop()
 

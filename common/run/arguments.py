@@ -1,9 +1,9 @@
 """The command line of a train.py."""
 
-import argparse
 import os
 import shutil
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from common.model.classes import CLASSES_HELP, ORDER_HELP, ORDERS
 from common.planner.cluster import CLUSTER_FLAGS, add_cluster_arguments
 
 
-def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str], description: str | None) -> Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
     parser = _build_parser(description)
     args = parser.parse_args(argv)
@@ -42,7 +42,7 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     return args
 
 
-def _build_parser(description: str | None) -> argparse.ArgumentParser:
+def _build_parser(description: str | None) -> ArgumentParser:
     parser = command_parser(description)
     parser.add_argument("--config", help="a config file, or the name of a recipe in configs/")
     parser.add_argument(
@@ -100,7 +100,7 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_alternatives(parser: argparse.ArgumentParser) -> None:
+def _add_alternatives(parser: ArgumentParser) -> None:
     """Add what a run does in place of training."""
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
@@ -135,7 +135,7 @@ def _add_alternatives(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def output_folder(args: argparse.Namespace, config: Mapping[str, Any]) -> Path:
+def output_folder(args: Namespace, config: Mapping[str, Any]) -> Path:
     """Return the folder of the run."""
     name = args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem
     return Path(os.path.expanduser(name)).resolve()  # pathlib's fails for a user without a home

@@ -1,7 +1,7 @@
 """What is refused of a prepared run before the launch."""
 
-import argparse
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ MACHINE_CHECKS = (_check_memory, _check_sync_bn)
 CHECKS = (_check_classes, _check_resolutions, _check_trackers)
 
 
-def check_init(args: argparse.Namespace, run: Prepared) -> str:
+def check_init(args: Namespace, run: Prepared) -> str:
     """Refuse INIT's weights that do not fit, or fine-tuning without; return what loading says."""
     config, data = run.config, run.data
     classes = args.classes or args.class_order

@@ -1,6 +1,6 @@
 """What a run prints when it starts, and ``--dry-run``."""
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from common.task import Task, ignored_root, named_root
 from common.text import print_wrapped
 
 
-def print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
+def print_plan(args: Namespace, prepared: Prepared, task: Task) -> None:
     """Do what --dry-run asks for."""
     config, data = prepared.config, prepared.data
     root = named_root(config["DATA"])

@@ -1,6 +1,6 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
-import argparse
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Images(NamedTuple):
     summary: DataSummary | None
 
 
-def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepared:
+def prepare_run(args: Namespace, launch: Launch, task: Task) -> Prepared:
     """Resolve the config for ``launch``, count the data set and compute the plan.
 
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError`
@@ -62,7 +62,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     return prepared
 
 
-def _read(args: argparse.Namespace, task: Task) -> dict[str, Any]:
+def _read(args: Namespace, task: Task) -> dict[str, Any]:
     """Return the config with the command line's settings."""
     # Flags that stand for a key become settings, so that they go through the same checks.
     settings = list(args.set)
@@ -73,7 +73,7 @@ def _read(args: argparse.Namespace, task: Task) -> dict[str, Any]:
     return load_config(args.config, settings, task.recipe)
 
 
-def _find_images(args: argparse.Namespace, config: Values, task: Task) -> Images:
+def _find_images(args: Namespace, config: Values, task: Task) -> Images:
     """Choose the folder and the split, and count what is there."""
     keys = dict(config["DATA"])
     root = named_root(keys)
@@ -98,7 +98,7 @@ def _find_images(args: argparse.Namespace, config: Values, task: Task) -> Images
     return Images(keys, task.describe(keys))
 
 
-def choose_split(args: argparse.Namespace, config: Values) -> str | None:
+def choose_split(args: Namespace, config: Values) -> str | None:
     """Return DATA.split, else that of the run which is resumed."""
     split = config["DATA"]["split"]
     # The run's own record goes first. A branch has none at its first start.
@@ -120,9 +120,7 @@ def _count_classes(config: Values, data: DataSummary | None) -> int | None:
     return stated or (data and data.num_classes)
 
 
-def _plan(
-    args: argparse.Namespace, launch: Launch, config: Values, data: DataSummary | None
-) -> Plan:
+def _plan(args: Namespace, launch: Launch, config: Values, data: DataSummary | None) -> Plan:
     """Return the plan for the processes of ``launch``, or the GPUs that a dry run is for."""
     gpus = launch.world_size
     # a plan may be for more GPUs than there are processes

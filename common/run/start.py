@@ -1,7 +1,7 @@
 """From the command line to a started run."""
 
-import argparse
 import os
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
     stop_signals.install(has_parent, progress, prepared.config["TIMEOUT"])
 
 
-def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+def _build_measurement(args: Namespace, output: Path, is_main: bool) -> Measurement | None:
     for flag, build in MEASUREMENTS.items():
         steps = getattr(args, flag)
         if steps:
@@ -104,7 +104,7 @@ def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) ->
 
 
 def _describe_start(
-    args: argparse.Namespace,
+    args: Namespace,
     argv: list[str],
     task: Task,
     prepared: Prepared,
@@ -123,7 +123,7 @@ def _describe_start(
     return about | ask_first_rank(lambda: add_start(about, checkpoint))
 
 
-def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, str]:
+def shared_by_ranks(args: Namespace, prepared: Prepared) -> dict[str, str]:
     """Return what must be the same on all ranks of a run, by name, as text.
 
     The data may lie elsewhere on each node, which has its own number of workers.

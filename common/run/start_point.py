@@ -1,6 +1,6 @@
 """Where a run begins: at step 0, at a checkpoint, or not at all."""
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class StartPoint(NamedTuple):
     finished: str = ""  # why there is nothing to train
 
 
-def lock_and_find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> StartPoint:
+def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> StartPoint:
     """Lock ``output``, and find where the run into it begins.
 
     The lock stays until the run ends, or is released here where there is nothing to train. Raises

@@ -1,13 +1,12 @@
 """What a run warns of when it starts, and how it explains that memory is full."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.config.plan import Plan
+from common.files import Values
 from common.model.flops import peak_images_per_s
 from common.planner.cluster import Cluster, cluster_here
 from common.planner.prediction import Planner
@@ -17,7 +16,7 @@ from common.text import describe_bytes, first_line
 RIGHT_CUDNN = 91_501  # 9.15.1
 
 
-def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
+def explain_cpu(config: Values, total_batch: int, processes: int) -> str:
     """Return a warning where training is slow without a GPU, with the least time of a step."""
     if torch.cuda.is_available():
         return ""
@@ -57,7 +56,7 @@ def explain_cudnn() -> str:
     )
 
 
-def explain_sizes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> str:
+def explain_sizes(config: Values, plan: Plan, cluster: Cluster) -> str:
     """Return a warning of the first size of IMAGE_SIZES that is not expected to fit; else "".
 
     Its error would come when its epochs begin, perhaps after hours.

@@ -5,7 +5,6 @@ python scripts/prepare.py --check DIR
 python scripts/prepare.py --adopt DIR
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -13,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
         raise
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> ArgumentParser:
     """Return the parser of the command line."""
     parser = command_parser(
         "Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest."
@@ -126,7 +126,7 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _check_arguments(args: Namespace) -> None:
     """Raise `UserError` for flags that do not go together, or are out of range."""
     # DEST, --check and --adopt name the three modes: exactly one of them.
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
@@ -155,7 +155,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')}={value}: choose {least} to {most}")
 
 
-def _verify(args: argparse.Namespace) -> None:
+def _verify(args: Namespace) -> None:
     """Do ``--check`` or ``--adopt``."""
     root = Path(args.source)
     note = ""

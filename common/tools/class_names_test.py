@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from common.testing.tiny_task import train
 from common.text import shorten_names
-from common.tools import confusion_picture, evaluate
+from common.tools import classes, evaluate
 
 LEAF = "a leaf of the tomato plant in stage {} of late blight, from above"
 STAGES = [LEAF.format(stage) for stage in range(7)]
@@ -28,13 +28,13 @@ SHARKS = [
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The pictures that are written; a name that finds no room is a warning, here an error."""
     drawn = []
-    save = confusion_picture.save_figure
+    save = classes.save_figure
 
     def keep(figure: Figure, path: Path) -> None:
         save(figure, path)
         drawn.append(figure)
 
-    monkeypatch.setattr(confusion_picture, "save_figure", keep)
+    monkeypatch.setattr(classes, "save_figure", keep)
     return drawn
 
 

@@ -6,10 +6,10 @@ torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step
 python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /data/imagenet
 """
 
-import argparse
 import json
 import os
 import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -41,8 +41,7 @@ from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
-from common.tools.class_table import describe_classes, print_lowest
-from common.tools.confusion_picture import draw_confusion
+from common.tools.classes import describe_classes, draw_confusion, print_lowest
 from common.tools.intervals import METHODS, Interval, measure_intervals
 
 DRAWN = 2000  # most classes of which there is a picture
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
         _report(run, tally, "by number" if warning else "by name", output, argv)
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> ArgumentParser:
     parser = build_parser(__doc__, takes_others=True)
     parser.add_argument(
         "--data",
@@ -92,7 +91,7 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose_images(run: SavedRun, task: Task, args: argparse.Namespace) -> bool:
+def choose_images(run: SavedRun, task: Task, args: Namespace) -> bool:
     """Set which images ``run.config`` evaluates; return whether they are the run's own."""
     data = run.config["DATA"]
     data["root"] = data_root(data, task.download)
@@ -147,7 +146,7 @@ def _print_start(run: SavedRun, data: DataSummary, warning: str, *, is_own_data:
         print_wrapped(line)
 
 
-def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) -> str:
+def _name_results(run: SavedRun, args: Namespace, data: DataSummary) -> str:
     """Return the name of the folder for the results: other data or settings have another."""
     parts = [run.checkpoint.name]
     if args.raw:
@@ -170,7 +169,7 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
 class Tally:
     """Count over the evaluation set: ``metrics``, and ``answers`` and ``measured`` by sample."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device):
         self.counts = Counts(device)
         self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
         self.losses: list[Tensor] = []  # [2, B], and of two classes how much more the second has

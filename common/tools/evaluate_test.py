@@ -28,7 +28,7 @@ from common.metrics.metrics_file import read_metrics
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
-from common.tools import class_table, confusion_picture, evaluate, export, predict
+from common.tools import classes, evaluate, export, predict
 
 
 def read(run: Path) -> dict:
@@ -94,7 +94,7 @@ def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_p
 
 
 def test_the_classes_of_the_lowest_recall_are_printed(run, capsys, monkeypatch):
-    monkeypatch.setattr(class_table, "SHOWN_CLASSES", 2)
+    monkeypatch.setattr(classes, "SHOWN_CLASSES", 2)
     evaluate_run(run)
     said = capsys.readouterr().out
     assert "the 2 of 7 classes with the lowest recall" in said
@@ -117,9 +117,7 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     logits = timm_logits(run, pictures)
     answers = logits.argmax(1)
 
-    with mock.patch.object(
-        confusion_picture, "save_figure", wraps=confusion_picture.save_figure
-    ) as saved:
+    with mock.patch.object(classes, "save_figure", wraps=classes.save_figure) as saved:
         evaluate_run(run)
     shares = saved.call_args[0][0].axes[0].images[0].get_array()
     np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))

@@ -140,7 +140,7 @@ def list_images(names: Sequence[str]) -> list[str]:
 class Classifier:
     """The model of a run, whose weights are read once. Threads may share it."""
 
-    def __init__(self, run: SavedRun) -> None:
+    def __init__(self, run: SavedRun):
         data = run.config["DATA"]
         self.size = run.config["MODEL"]["image_size"]
         self.crop = find_task(run.about["task"]).build_eval_crop(data, self.size)

@@ -40,10 +40,10 @@ from common.tools.sweep_grid import (
     parse_grid,
     plan_commands,
 )
-from common.tools.sweep_picture import draw
 from common.tools.sweep_processes import run_all
 from common.tools.sweep_ranking import (
     COSTS,
+    draw,
     group_by_data,
     load_runs,
     name_best,

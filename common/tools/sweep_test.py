@@ -14,7 +14,7 @@ from common.errors import PartialError, UserError
 from common.files import ROOT
 from common.testing.commands import wait_until
 from common.testing.tiny_task import CONFIG
-from common.tools import sweep, sweep_grid, sweep_picture, sweep_ranking
+from common.tools import sweep, sweep_grid, sweep_ranking
 from common.tools.report import RecordedRun
 from common.tools.report_test import evaluation
 
@@ -172,13 +172,13 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     assert list(ranked[0].row) == ["RATE", "loss", "range", "n", "steps"]
     drawn = []
     monkeypatch.setattr(
-        sweep_picture, "save_figure", lambda figure, path: drawn.extend(figure.axes)
+        sweep_ranking, "save_figure", lambda figure, path: drawn.extend(figure.axes)
     )
 
-    assert not sweep_picture.draw([unfinished], tmp_path)
-    assert sweep_picture.draw([*runs, low], tmp_path)
-    assert sweep_picture.draw(runs[:3], tmp_path, best="RATE")  # the only key
-    assert sweep_picture.draw(
+    assert not sweep_ranking.draw([unfinished], tmp_path)
+    assert sweep_ranking.draw([*runs, low], tmp_path)
+    assert sweep_ranking.draw(runs[:3], tmp_path, best="RATE")  # the only key
+    assert sweep_ranking.draw(
         [finished_run(0.5, RATE=rate) for rate in (0.0003295, 0.0004042)], tmp_path
     )
     by_rate, by_run, by_draw = drawn

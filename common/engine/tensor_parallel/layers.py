@@ -52,7 +52,7 @@ class ShardedLinear(nn.Module):
 
     multiply: Callable[[Tensor, Tensor], Tensor]
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -76,9 +76,7 @@ class ColumnLinear(ShardedLinear):
 class RowLinear(ShardedLinear):
     """A slice of the input channels, all output channels, summed over the ranks of ``group``."""
 
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR):
         super().__init__(weight, bias)
         self.group = group
 
@@ -126,7 +124,7 @@ class Linear2p5D(Linear2D):
 class Linear3D(ShardedLinear):
     """3d: reads channels split over OUTPUT and writes channels split over INPUT, or vice versa."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False):
         super().__init__(weight, bias)
         # Upstream's names are those of the first layer, which gathers x over INPUT.
         self.groups = (
@@ -149,7 +147,7 @@ class ShardedNorm(nn.Module):
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, group: ParallelMode
-    ) -> None:
+    ):
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -217,7 +215,7 @@ class RankSeeded(nn.Module):
     group, and which PyTorch restores when it recomputes checkpointed activations.
     """
 
-    def __init__(self, layer: nn.Module, number: int) -> None:
+    def __init__(self, layer: nn.Module, number: int):
         super().__init__()
         self.layer = layer
         self.number = number

@@ -1,14 +1,18 @@
-"""The table of an evaluation: a row for each class."""
+"""The classes of an evaluation: a row for each, and the picture of which is taken for which."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.metrics.plot import build_figure, save_figure
 from common.text import format_table, shorten_names
 
 SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
 NAME_WIDTH = 17  # of a column of names there, so that the table has 80
+NAMED_CLASSES = 50  # most classes whose names the picture shows
+DRAWN_NAME = 40  # most letters of a name in it
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
@@ -74,3 +78,34 @@ def shorten_classes(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Non
     for row, (name, bracket, end) in zip(rows, mistakes, strict=True):
         row["class"] = short[row["class"]]
         row["mistaken for"] = shorter.get(name, name) + bracket + end
+
+
+def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> None:
+    """Draw which share of each class's images is taken for which class.
+
+    ``answers``: as in `describe_classes`.
+    """
+    count = len(names)
+    samples = np.bincount(answers[0], minlength=count)
+    # Those without an answer (NaN) are no column, but count in the share.
+    labels, best, _ = answers[:, answers[1] >= 0]
+    confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
+    # A class without samples has a row of zeros.
+    shares = confusion / np.maximum(samples, 1)[:, None]
+    is_named = count <= NAMED_CLASSES
+    short = shorten_names(names, DRAWN_NAME)
+    shown = [short[name] for name in names]
+    side = max(5.0, min(14.0, 0.35 * count))
+    # inches of the longest name at 10 points
+    room = 0.085 * max(map(len, shown)) if is_named else 0
+    figure, axes = build_figure(side + room + 1.5, side + room)  # with the bar of colours
+    axes.grid(False)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="share of the class's images")
+    title = f"Confusion matrix, {samples.sum():,} images"
+    label = "" if is_named else " (label in classes.csv)"
+    axes.set(xlabel=f"predicted{label}", ylabel=f"true class{label}", title=title)
+    if is_named:
+        axes.set_xticks(range(count), shown, rotation=90, parse_math=False)  # "$" is no formula
+        axes.set_yticks(range(count), shown, parse_math=False)
+    save_figure(figure, path)

@@ -36,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # pip: Debian without python3-venv makes half a .venv
 [ -x .venv/bin/pip ] || phase "virtual environment" "$python" -m venv .venv
 by_pip=(.venv/bin/python -m pip install --quiet --no-deps) # requirements.txt lists every package
-by_uv=(.venv/bin/python -m uv pip install --quiet --no-deps --python .venv/bin/python)
+by_uv=(.venv/bin/python -m uv pip install --quiet --no-config --no-deps --python .venv/bin/python)
 phase "uv" "${by_pip[@]}" uv==0.13.9 2>/dev/null || { echo "not to be had" && by_uv=(false); }
 install() { "${by_uv[@]}" "$@" || { echo -n "by pip ... " && "${by_pip[@]}" "$@"; }; }
 

@@ -56,7 +56,7 @@ def _most_frequent_mistakes(names: Sequence[str], wrong: np.ndarray) -> dict[int
     mistakes = {}
     for index in np.argsort(-counts, kind="stable"):
         label, answer = pairs[:, index]
-        mistakes.setdefault(int(label), f"{named[answer]} ({counts[index]})")
+        mistakes.setdefault(int(label), f"{named[answer]} ({counts[index]}x)")
     return mistakes
 
 
@@ -73,7 +73,7 @@ def shorten_classes(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Non
     """Shorten the names of classes in ``rows`` to columns of `NAME_WIDTH`."""
     short = shorten_names(names, NAME_WIDTH)
     mistakes = [row["mistaken for"].rpartition(" (") for row in rows]
-    room = max(len(end) for *_, end in mistakes) + 2  # for the number, "(12)" after a space
+    room = max(len(end) for *_, end in mistakes) + 2  # for the number, "(12x)" after a space
     shorter = shorten_names(names, NAME_WIDTH - room)
     for row, (name, bracket, end) in zip(rows, mistakes, strict=True):
         row["class"] = short[row["class"]]

@@ -138,7 +138,7 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
     for name, row, wrong in zip(NAMES, rows, mistakes, strict=True):
-        mistake = f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        mistake = f"{NAMES[wrong.argmax()]} ({wrong.max()}x)" if wrong.any() else ""
         assert (row["class"], row["mistaken for"]) == (name, mistake)
     said = capsys.readouterr().out
     record = read(run)
@@ -263,7 +263,7 @@ def test_a_class_named_as_a_formula_is_text_to_a_spreadsheet(exported, data, tmp
         rows = list(csv.DictReader(file))
     assert [row["class"] for row in rows] == ["e=1", "'+b", "'-c", "'@d", "'=1+1", "f", "g"]
     mistakes = [row["mistaken for"] for row in rows if row["mistaken for"]]
-    assert mistakes == ["'=1+1 (6)"]
+    assert mistakes == ["'=1+1 (6x)"]
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     failed = train(args) if args.config or args.grid or args.set or args.random else {}
-    failure = f"failed: {', '.join(failed)}; rerun the command to resume"
+    failure = f"failed: {', '.join(failed)}; rerun the command to resume what had started"
     runs = load_runs(args.output)
     if failed and not runs:
         raise PartialError(failure)

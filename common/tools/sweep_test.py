@@ -253,7 +253,8 @@ def test_runs_at_a_time_have_gpus_and_cores_of_their_own(words, tmp_path, monkey
 
 def test_a_run_that_fails_does_not_end_the_sweep(words, tmp_path, capsys):
     with pytest.raises(
-        PartialError, match="^failed: LEARNING_RATE=7; rerun the command to resume$"
+        PartialError,
+        match="^failed: LEARNING_RATE=7; rerun the command to resume what had started$",
     ):
         sweep.main([*words, "--jobs=2", "--grid=LEARNING_RATE=7,1"])
     out, err = capsys.readouterr()
@@ -269,7 +270,7 @@ def test_combinations_that_cannot_start_are_named_and_the_others_trained(words, 
     refused = [f"LEARNING_RATE={rate},gradient_accumulation=3" for rate in (13, 1)]
     assert str(ended.value) == (
         f"failed: {', '.join(refused)}, LEARNING_RATE=13,gradient_accumulation=1; rerun the "
-        "command to resume"
+        "command to resume what had started"
     )
     err = " ".join(capsys.readouterr().err.split())
     assert all(f"{name} cannot start: TOTAL_BATCH_SIZE=14 is not div" in err for name in refused)

@@ -44,25 +44,24 @@ def parse_arguments(argv: list[str], description: str | None) -> Namespace:
 
 def _build_parser(description: str | None) -> ArgumentParser:
     parser = command_parser(description)
-    parser.add_argument("--config", help="a config file, or the name of a recipe in configs/")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", help="a config file, or the name of a recipe in configs/")
+    add(
         "--help-config",
         nargs="?",
         const="",  # all keys
         metavar="KEY",
         help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
     )
-    parser.add_argument(
+    add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="override a key of the config",
     )
-    parser.add_argument(
-        "--output", help="folder of the run (default: outputs/<name of the config>)"
-    )
-    parser.add_argument(
+    add("--output", help="folder of the run (default: outputs/<name of the config>)")
+    add(
         "--resume",
         default=AUTO,
         metavar="never|PATH",
@@ -70,14 +69,14 @@ def _build_parser(description: str | None) -> ArgumentParser:
         f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from "
         "the newest of that run; with --output DIR, as a branch in DIR",
     )
-    parser.add_argument(
+    add(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
         help="resume although this key has changed",
     )
-    parser.add_argument(
+    add(
         "--init",
         metavar="SOURCE",
         help=(
@@ -85,10 +84,10 @@ def _build_parser(description: str | None) -> ArgumentParser:
             "--help-config INIT)"
         ),
     )
-    parser.add_argument("--classes", metavar="FILE", help=f"of --init: {CLASSES_HELP}")
-    parser.add_argument("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
+    add("--classes", metavar="FILE", help=f"of --init: {CLASSES_HELP}")
+    add("--class-order", choices=ORDERS, help=f"of --init: {ORDER_HELP}")
     _add_alternatives(parser)
-    parser.add_argument(
+    add(
         # Of the commands of Colossal-AI's benchmark and AMP example.
         "--from_torch",
         "--use_trainer",
@@ -109,24 +108,19 @@ def _add_alternatives(parser: ArgumentParser) -> None:
         "--gpus", type=at_least_1, help="with --dry-run: plan for N GPUs and compare parallel modes"
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--find-lr",
-        type=at_least_1,
-        nargs="?",
-        const=lr_finder.STEPS,
-        metavar="STEPS",
-        help="run a learning-rate range test instead of training (default: "
-        f"{lr_finder.STEPS} steps)",
-    )
-    instead.add_argument(
-        "--find-batch",
-        type=at_least_1,
-        nargs="?",
-        const=batch_finder.STEPS,
-        metavar="STEPS",
-        help="measure how large a batch pays instead of training (default: "
-        f"{batch_finder.STEPS} steps)",
-    )
+    finders = {
+        "lr": (lr_finder.STEPS, "run a learning-rate range test"),
+        "batch": (batch_finder.STEPS, "measure how large a batch pays"),
+    }
+    for name, (steps, measured) in finders.items():
+        instead.add_argument(
+            f"--find-{name}",
+            type=at_least_1,
+            nargs="?",
+            const=steps,
+            metavar="STEPS",
+            help=f"{measured} instead of training (default: {steps} steps)",
+        )
     instead.add_argument(
         "--profile",
         type=at_least_1,

@@ -21,20 +21,17 @@ def build_parser(description: str | None, *, takes_others: bool = False) -> argp
     ``takes_others``: or what `open_model` opens, which may need ``--set``.
     """
     parser = command_parser(description)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "run",
         metavar="RUN_OR_CHECKPOINT",
         help=f"a run's folder, or one in its checkpoints/{OTHERS if takes_others else ''}",
     )
-    parser.add_argument(
-        "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
-    )
-    parser.add_argument("--classes", metavar="FILE", help=CLASSES_HELP)
-    parser.add_argument(
-        "--task", type=add_task, metavar="FILE", help="of a task of your own: its script"
-    )
+    add("--raw", action="store_true", help="use the weights instead of their moving average (EMA)")
+    add("--classes", metavar="FILE", help=CLASSES_HELP)
+    add("--task", type=add_task, metavar="FILE", help="of a task of your own: its script")
     if takes_others:
-        parser.add_argument(
+        add(
             "--set",
             action="append",
             default=[],

@@ -12,6 +12,7 @@ import shutil
 import sys
 from contextlib import redirect_stdout, suppress
 from functools import cache
+from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -62,7 +63,7 @@ TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--find-batch|--profile|--init))"
 # run by launchers_test.py and .ci/run, or by hand
-ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"
+ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|(uv )?pip install"
 
 
 def commands(page: str) -> list[str]:
@@ -213,6 +214,16 @@ def test_the_librarys_task_trains_and_the_tools_take_it(tmp_path, monkeypatch):
     refused = run_forked(evaluate.main, ["run"], 2).stderr
     assert "task='flowers' is none of imagenet_dali, " in refused
     assert "add --task FILE, the script that trained it" in refused
+
+
+@pytest.mark.docs
+def test_uv_resolves_the_readmes_line_to_the_pinned_versions(tmp_path):
+    (line,) = [line for line in commands("README.md") if line.startswith("uv pip install")]
+    run(f"python -m venv --without-pip {tmp_path}", ROOT)
+    printed = run(f"{sys.prefix}/bin/{line} --dry-run", ROOT, VIRTUAL_ENV=str(tmp_path)).stderr
+    for name in ("torch", "timm", "colossalai"):
+        version = metadata.version(name).partition("+")[0]
+        assert f" + {name}=={version}\n" in printed
 
 
 @pytest.mark.docs

@@ -31,7 +31,10 @@ if [ $# = 0 ]; then
     [ -f "$here" ] || here=caltech101_amp/train.py
     set -- "${SCRIPT:-$here}" --config "${CONFIG:-config_AMP_torch}"
 fi
-python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
+for file in "$1" "$0"; do # a task of the user's own lies elsewhere
+    python=$(dirname "$(readlink -f "$file")")/../.venv/bin/python
+    [ ! -x "$python" ] || break
+done
 [ -x "$python" ] || python=python
 ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)) || unset HOST # which sbatch inherits: tcsh exports the login node's
 # A container lacks scontrol: each task then takes the first node of its step's list.

@@ -19,8 +19,13 @@ fail() {
 }
 
 [ $# -gt 0 ] || fail "train_torchrun.sh needs a training script: bash scripts/train_torchrun.sh SCRIPT ARGUMENT..."
-python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
+for file in "$1" "$0"; do # a task of the user's own lies elsewhere
+    python=$(dirname "$(readlink -f "$file")")/../.venv/bin/python
+    [ ! -x "$python" ] || break
+done
 [ -x "$python" ] || python=python
+"$python" -c 'import importlib.util as util; exit(not util.find_spec("torch"))' ||
+    fail "$python has no torch: activate the environment that has it, or run scripts/setup.sh"
 processes=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
 if [ "$processes" = auto ]; then
     processes=1 # nvidia-smi is not asked: a container with GPUs may lack it

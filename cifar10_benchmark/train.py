@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         seed=config.SEED,
         **loaders,
     )
-    train_loader = BatchAugment(train_loader, config)  # on the device, after any loader
+    train_loader.augment = BatchAugment(**run.augmentation)  # on the device, after any loader
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(

@@ -41,7 +41,11 @@ def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
             image_size=MODEL["image_size"], device=torch.device("cpu"), dp_rank=rank, dp_size=RANKS
         )
         loader = build_train_loader(config["DATA"], TOTAL, MICRO, seed=config["SEED"], **place)
-        for images, labels in BatchAugment(loader, config):
+        data = config["DATA"]
+        loader.augment = BatchAugment(
+            config["SEED"], data["mean"], data["std"], mixup=config["MIXUP"]
+        )
+        for images, labels in loader:
             logits = model(images.double())
             lam = labels["lam"].double()
             loss = lam * F.cross_entropy(logits, labels["target"], reduction="sum")

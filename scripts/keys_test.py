@@ -300,7 +300,10 @@ def drop_rates(run: Started) -> list[float]:
 def blend(run: Started) -> Any:
     """Return how the first batch is blended, None where it is not."""
     _, labels = run.batch
-    return run.train_loader.blend if isinstance(labels, dict) else None
+    if not isinstance(labels, dict):
+        return None
+    augment = run.train_loader.loader.augment
+    return Blend(augment.mixup, augment.cutmix)
 
 
 def best_by(metric: str) -> Callable[[Started], bool]:

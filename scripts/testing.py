@@ -112,7 +112,7 @@ def ours(work: Work) -> None:
         TASK=replace(train_cifar10.TASK, describe=lambda _: data),
         build_train_loader=lambda *_, **__: work,
         build_eval_loader=lambda *_, **__: None,
-        BatchAugment=lambda loader, _: loader,  # the recipe augments no batch
+        BatchAugment=lambda **_: None,  # the recipe augments no batch
     )
     precision = "fp16=dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')" if BFLOAT16 else "fp16=None"
     with TemporaryDirectory() as folder, mock.patch.multiple(train_cifar10, **instead):

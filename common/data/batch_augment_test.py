@@ -26,20 +26,8 @@ SIDE = 6
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 NORMALIZED = {"mean": (0.5,) * 3, "std": (2.0,) * 3}
-OFF = dict(
-    THREE_AUGMENT=False,
-    COLOR_JITTER=0.0,
-    ERASING=0.0,
-    ERASING_MODE="const",
-    MIXUP=0.0,
-    CUTMIX=0.0,
-    MIXUP_OFF_EPOCHS=0,
-    NUM_EPOCHS=1000,
-    SEED=7,
-    DATA=NORMALIZED,
-)
-CHANGES = dict(THREE_AUGMENT=True, COLOR_JITTER=0.3, ERASING=0.5)
-PIXEL = CHANGES | dict(ERASING_MODE="pixel", MIXUP=0.2)
+CHANGES = dict(three_augment=True, color_jitter=0.3, erasing=0.5)
+PIXEL = CHANGES | dict(erasing_mode="pixel", mixup=0.2)
 
 
 class ConstantReader:
@@ -51,18 +39,20 @@ class ConstantReader:
             yield labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE) + 1, labels
 
 
-def build(dp_rank: int = 0, **config: Any) -> BatchAugment:
+def build(dp_rank: int = 0, **options: Any) -> Loader:
     sampler = TrainSampler(48, total_batch=16, micro_batch=4, dp_rank=dp_rank, dp_size=2, seed=1)
-    return BatchAugment(Loader(sampler, ConstantReader()), OFF | config)
+    loader = Loader(sampler, ConstantReader())
+    loader.augment = BatchAugment(7, **NORMALIZED, **options)
+    return loader
 
 
-@pytest.mark.parametrize("alphas", [{"MIXUP": 0.2}, {"CUTMIX": 1.0}])
+@pytest.mark.parametrize("alphas", [{"mixup": 0.2}, {"cutmix": 1.0}])
 def test_images_and_labels_have_the_same_share(alphas):
     augment = build(**alphas)
     for images, labels in augment:
         values = labels["lam"] * labels["target"] + (1 - labels["lam"]) * labels["other"]
         assert torch.allclose(images.mean((1, 2, 3)), 1 + values, atol=1e-5)
-    if "MIXUP" in alphas:
+    if "mixup" in alphas:
         # Beta: mean 1/2, variance 1 / (4 (2 alpha + 1)); within five standard errors
         shares = torch.tensor([labels["lam"] for _ in range(100) for _, labels in augment])
         assert shares.mean().item() == pytest.approx(0.5, abs=0.09)
@@ -72,7 +62,7 @@ def test_images_and_labels_have_the_same_share(alphas):
 def test_mixup_and_cutmix_alternate():
     """Each for half of the micro-batches, within five standard errors of 600."""
     # a cut leaves whole numbers
-    both = build(MIXUP=0.8, CUTMIX=1.0)
+    both = build(mixup=0.8, cutmix=1.0)
     cut = [torch.equal(images, images.round()) for _ in range(100) for images, _ in both]
     assert np.mean(cut) == pytest.approx(0.5, abs=0.1)
 
@@ -80,7 +70,7 @@ def test_mixup_and_cutmix_alternate():
 # a range test may be longer than the training: without last epochs all are blended
 @pytest.mark.parametrize(("epochs", "off", "blended"), [(3, 2, 6), (1, 0, 12)])
 def test_the_last_epochs_are_not_blended(epochs, off, blended):
-    augment = build(MIXUP=0.2, NUM_EPOCHS=epochs, MIXUP_OFF_EPOCHS=off)
+    augment = build(mixup=0.2, num_epochs=epochs, mixup_off_epochs=off)
     is_blended = [isinstance(labels, dict) for _ in range(2) for _, labels in augment]
     assert is_blended == [True] * blended + [False] * (12 - blended)
 

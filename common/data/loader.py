@@ -5,7 +5,7 @@ micro-batches. Evaluation pads its last batches with zeros of label -100, which
 `torch.nn.functional.cross_entropy` ignores.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache
@@ -34,12 +34,14 @@ class Loader:
 
     After `load_state_dict` the first pass is the rest of that epoch. The state is the position
     after the last batch yielded, in samples over all ranks, so it holds for any number of
-    processes. A pass that was left early is closed by the next one, or by `close`.
+    processes. A pass that was left early is closed by the next one, or by `close`. ``augment``, a
+    `BatchAugment`, changes the batches of a training loader.
     """
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader):
         self.sampler = sampler
         self.reader = reader
+        self.augment: Callable[..., tuple[Tensor, Any]] | None = None
         # (epoch, samples of it yielded so far, over all ranks): now, and where the next pass starts
         self._position = (0, 0)
         self._next_pass = (0, 0)
@@ -80,11 +82,14 @@ class Loader:
         """Yield an epoch's batches from sample ``start`` on, and keep the position."""
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             done = start
-            for images, labels in batches:
-                done += len(labels) * self.sampler.dp_size
+            for batch in batches:
+                # ``start`` and ``done`` count the samples of all ranks.
+                local_sample = done // self.sampler.dp_size
+                done += len(batch[1]) * self.sampler.dp_size
                 # Set before the yield: a checkpoint during this step counts the batch as used.
                 self._position = self._after(epoch, done)
-                yield images, labels
+                augment = self.augment
+                yield augment(*batch, self.sampler, epoch, local_sample) if augment else batch
 
     def _after(self, epoch: int, done: int) -> tuple[int, int]:
         """Return the position after ``done`` samples of an epoch."""

@@ -57,6 +57,24 @@ class Run:
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
 
     @property
+    def augmentation(self) -> dict[str, Any]:
+        """The arguments of `BatchAugment`."""
+        config = self.about["config"]
+        return dict(
+            seed=config["SEED"],
+            mean=config["DATA"]["mean"],
+            std=config["DATA"]["std"],
+            three_augment=config["THREE_AUGMENT"],
+            color_jitter=config["COLOR_JITTER"],
+            erasing=config["ERASING"],
+            erasing_mode=config["ERASING_MODE"],
+            mixup=config["MIXUP"],
+            cutmix=config["CUTMIX"],
+            mixup_off_epochs=config["MIXUP_OFF_EPOCHS"],
+            num_epochs=config["NUM_EPOCHS"],
+        )
+
+    @property
     def class_weights(self) -> torch.Tensor | None:
         """The weights of CLASS_WEIGHTS, float32 [num_classes], or None."""
         weights = class_weights(self.about["config"], self.about["data"]["class_counts"])

@@ -48,7 +48,7 @@ def train(argv: list[str], task: Task, text: str | None = None) -> None:
         seed=config.SEED,
         **loaders,
     )
-    train_loader = BatchAugment(train_loader, config)  # on the device, after any loader
+    train_loader.augment = BatchAugment(**run.augmentation)  # on the device, after any loader
     eval_loader = task.build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(

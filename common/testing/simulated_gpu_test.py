@@ -107,22 +107,25 @@ def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data,
 
 @pytest.mark.parametrize("mode", ["const", "pixel"])
 def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode, data):
-    settings = [
-        "THREE_AUGMENT=True",
-        "COLOR_JITTER=0.3",
-        "ERASING=0.5",
-        f"ERASING_MODE={mode!r}",
-        "MIXUP=0.8",
-    ]
-    config = load_config(
-        "quickstart", [*settings, "CUTMIX=1.0", f"DATA.root={data}", "DATA.workers=1"]
+    config = load_config("quickstart", [f"DATA.root={data}", "DATA.workers=1"])
+    augment = BatchAugment(
+        config["SEED"],
+        config["DATA"]["mean"],
+        config["DATA"]["std"],
+        three_augment=True,
+        color_jitter=0.3,
+        erasing=0.5,
+        erasing_mode=mode,
+        mixup=0.8,
+        cutmix=1.0,
     )
 
     def build(device: torch.device) -> Iterator[tuple[Tensor, Any]]:
         place = dict(image_size=32, device=device)
         train_loader = tiny_task.TASK.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
         eval_loader = tiny_task.TASK.build_eval_loader(config["DATA"], 7, **place)
-        for loader in (eval_loader, BatchAugment(train_loader, config)):
+        train_loader.augment = augment
+        for loader in (eval_loader, train_loader):
             for _ in range(2):
                 yield from loader
             loader.close()

@@ -36,6 +36,7 @@ from common.checkpoint.save import (
     write_checkpoint,
 )
 from common.engine.collectives import ask_first_rank, gather
+from common.engine.engine import TrainLoader
 from common.engine.groups import generator_states, set_generator_states
 from common.engine.lost_ranks import set_activity
 from common.engine.trainer import Trainer
@@ -102,7 +103,7 @@ class CheckpointHook(BaseHook):
         self.exchange: tuple[Tensor, dist.Work] | None = None
 
     def before_train(self, trainer: Trainer) -> None:
-        if not hasattr(trainer.train_dataloader, "state_dict"):
+        if not isinstance(trainer.train_dataloader, TrainLoader):
             raise UserError(
                 "the training loader has no state_dict and load_state_dict, which a checkpoint "
                 "needs: add them as in docs/library.md, or train without CheckpointHook"

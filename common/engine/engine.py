@@ -2,10 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -145,10 +145,34 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-class WholeSteps:
-    """Iterate over ``loader`` in whole groups of ``accumulation`` batches.
+@runtime_checkable
+class TrainLoader(Protocol):
+    """A training loader that `CheckpointHook` resumes; without it, any iterable with a length is.
 
-    Other attributes are those of ``loader``.
+    Each ``iter`` is one epoch of micro-batches. The state, two integers, is that after the last
+    micro-batch yielded. `Trainer.fit` calls its ``close``, if it has one.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+
+# What scripts read of the loader that `initialize` returns: a `DataLoader`'s, DALI's, and ours.
+LOADER_ATTRIBUTES = (
+    *("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "num_workers"),
+    *("sampler", "reset", "state_dict", "load_state_dict", "close"),
+)
+
+
+class WholeSteps:
+    """Iterate over ``loader``, a script's own, in whole groups of ``accumulation`` batches.
+
+    It has those of `LOADER_ATTRIBUTES` that ``loader`` has.
 
     Upstream's trainer (legacy/trainer/_trainer.py:165) never exhausts an iterator, so a loader that
     is its own iterator, such as DALI's, fails in the second pass; here it is ``reset()`` first.
@@ -161,10 +185,9 @@ class WholeSteps:
         self.loader = loader
         self.accumulation = accumulation
         self._used = False
-
-    def __getattr__(self, name: str) -> Any:
-        # Such as `sampler`, `close`, and `state_dict` for a checkpoint.
-        return getattr(self.loader, name)
+        for name in LOADER_ATTRIBUTES:
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
 
     def __len__(self) -> int:
         # Batches that fill no step are left out.

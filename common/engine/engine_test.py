@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from common.engine import compiler
 from common.engine.compiler import compile_model, should_compile
@@ -67,7 +68,17 @@ def test_every_pass_is_whole(accumulation, size):
     steps = WholeSteps(OneShot(), accumulation)
     expected = list(range(1, size + 1))
     assert (len(steps), list(steps), list(steps)) == (size, expected, expected)
-    assert steps.handed_out == 2 * size  # no batch is read and dropped
+    assert steps.loader.handed_out == 2 * size  # no batch is read and dropped
+
+
+def test_scripts_find_what_their_loader_has():
+    loader = DataLoader(TensorDataset(torch.arange(7)), batch_size=2)
+    steps = WholeSteps(loader, 3)
+    assert (steps.dataset, steps.sampler, steps.batch_size) == (loader.dataset, loader.sampler, 2)
+    # absent, so that a checkpoint is refused and nothing is closed
+    assert not hasattr(steps, "state_dict")
+    assert not hasattr(steps, "close")
+    assert steps.loader is loader
 
 
 def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):

@@ -7,7 +7,6 @@ within 0.3 grey levels in the mean of an image.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ class ImageReader:
         augment: Any = None,
     ):
         self.device = device
-        self._records = RecordReader(split)  # used for draws with spans only
+        self._records = RecordReader(split, for_workers=True)
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         workers = rank_cores() if workers is None else workers
@@ -81,7 +80,7 @@ class ImageReader:
         return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
-        for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
+        for images_BHWC, labels, bad in self._pool.map(self._records.read(draws)):
             self._bad.add(bad)
             images_BCYX = to_device(images_BHWC, self.device).permute(0, 3, 1, 2).contiguous()
             images = self._normalize(images_BCYX, labels == NO_LABEL)
@@ -92,31 +91,17 @@ class ImageReader:
         self._pool.close()
         self._records.close()
 
-    def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
-        """Yield each draw with its records, or with None for a worker to read them."""
-        for first in draws:
-            if first.spans is None:
-                yield first, None
-                continue
-            for draw, records in self._records.read(chain([first], draws)):
-                # A memoryview cannot be sent to another process.
-                copies: list[Record] = [
-                    record if isinstance(record, UserError) else (bytes(record[0]), record[1])
-                    for record in records
-                ]
-                yield draw, copies
-
 
 def _decode_draw(
     split: ImageSplit,
     crop: Crop,
     size: int,
     augment: Any,
-    task: tuple[Draw, list[Record] | None],
+    task: tuple[Draw, list[Record]],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, uint8 [B, size, size, 3], labels, int64 [B], and messages for bad images.
 
-    ``task`` is a draw and its records, or None to read the images here. A draw's own size is used.
+    ``task`` is a draw and its records, [] to read the images here. A draw's own size is used.
     """
     (indices, uniforms, _, image_size), records = task
     size = image_size or size

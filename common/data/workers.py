@@ -40,11 +40,13 @@ class RecordReader:
     """Yield draws with their records while the next are read; keep a span until its last use.
 
     At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and
-    `MOST_DRAWS_AHEAD`. Bad records are yielded as errors.
+    `MOST_DRAWS_AHEAD`. Bad records are yielded as errors. ``for_workers`` yields bytes, which can
+    be sent to a `WorkerPool`, and no records of draws without spans, which its processes read.
     """
 
-    def __init__(self, split: ImageSplit):
+    def __init__(self, split: ImageSplit, for_workers: bool = False):
         self.split = split
+        self.for_workers = for_workers
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record]]]:
@@ -52,14 +54,17 @@ class RecordReader:
         held: dict[int, Reading] = {}  # spans, by their first record
         pending: deque[_Pending] = deque()
         for draw in draws:
+            if self.for_workers and draw.spans is None:
+                yield draw, []
+                continue
             pending.append(self._begin(draw, held))
             nbytes = sum(each.nbytes for each in pending)
             if len(pending) > DRAWS_AHEAD and (
                 nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD
             ):
-                yield _finish(pending.popleft())
+                yield self._finish(pending.popleft())
         while pending:
-            yield _finish(pending.popleft())
+            yield self._finish(pending.popleft())
 
     def close(self) -> None:
         """End the threads."""
@@ -91,10 +96,15 @@ class RecordReader:
     def _read_each(self, indices: Sequence[int]) -> list[Record]:
         return [record for index in indices for record in self.split.read_span(index, index + 1)]
 
-
-def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:
-    """Wait for the records of a draw."""
-    return pending.draw, [future.result()[number] for future, number in pending.readings]
+    def _finish(self, pending: _Pending) -> tuple[Draw, list[Record]]:
+        """Wait for the records of a draw."""
+        records: list[Record] = [future.result()[number] for future, number in pending.readings]
+        if self.for_workers:
+            records = [
+                record if isinstance(record, UserError) else (bytes(record[0]), record[1])
+                for record in records
+            ]
+        return pending.draw, records
 
 
 @dataclass(eq=False)

@@ -56,6 +56,8 @@ def build_train_loader(
     ``options`` are ``dp_rank``, ``dp_size``, ``seed`` and ``resolutions`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
+    # Without effect: there is little to share, as images in memory are decoded.
+    options.pop("sharing", None)
     options |= dict(num_uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
     options["balanced"] = images.labels if data["sampling"] else None
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **options)
@@ -71,6 +73,7 @@ def build_eval_loader(
     ``ranks`` are ``dp_rank`` and ``dp_size`` of `EvalSampler`.
     """
     images = _load(data, "test", image_size)
+    ranks.pop("sharing", None)
     sampler = EvalSampler(len(images.labels), batch, **ranks)
     return Loader(sampler, MemoryReader(images, None, data, device))
 

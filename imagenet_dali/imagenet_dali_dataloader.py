@@ -20,10 +20,11 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
-from common.data.bad_images import BadImages
-from common.data.crops import Crop, Crops, Normalizer, at_size, reflected
-from common.data.loader import Batch, Batches, prefetch, to_device
+from common.data.crops import Crop, Crops, at_size, reflected
+from common.data.image_loaders import DecodingReader
+from common.data.loader import Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
+from common.data.sharing import ALONE, Sharing
 from common.data.workers import RecordReader
 from common.errors import UserError
 from common.hardware import rank_cores
@@ -144,7 +145,7 @@ def nvjpeg_version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-class DaliReader:
+class DaliReader(DecodingReader):
     """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
@@ -166,17 +167,16 @@ class DaliReader:
         workers: int | None,
         device: torch.device,
         dp_size: int = 1,
+        sharing: Sharing = ALONE,
         augment: "Policy | None" = None,
     ):
+        super().__init__(split, mean, std, device, dp_size, sharing)
         self.split = split
         self.crop = crop
         self.batch = batch
         self.size = size
-        self.device = device
         self.augment = augment
-        self._normalize = Normalizer(mean, std, device)
         self.records = RecordReader(split)
-        self._bad = BadImages(len(split) / dp_size)
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = decode_and_resize(
@@ -201,7 +201,7 @@ class DaliReader:
             pass
         self._raw_batches = self._read_raw(draws)
         while (decoded := self._run()) is not None:
-            yield self._finish(*decoded)
+            yield self._augment(*decoded)
 
     def close(self) -> None:
         """End the reading threads and DALI's."""
@@ -251,18 +251,15 @@ class DaliReader:
             raise self._explain(error) from error
         return self._in_flight.popleft(), outputs
 
-    def _finish(self, raw: RawBatch, outputs: tuple) -> Batch:
+    def _augment(self, raw: RawBatch, outputs: tuple) -> Any:
         """Return the batch that DALI has resized."""
         images = _shift(torch.from_dlpack(outputs[0].as_tensor()), raw.crops)
+        if self.augment or self.sharing.size > 1:
+            # The memory is DALI's, which uses it for the next batch.
+            images = images.clone()
         if self.augment:
-            images = self.augment.augment_batch(
-                # A copy, since `augment_batch` works in place and the memory is DALI's.
-                images.clone(),
-                raw.uniforms[:, -self.augment.uniforms :],
-            )
-        self._bad.add(raw.bad)
-        images = self._normalize(images, raw.labels == NO_LABEL)
-        return images, to_device(raw.labels, self.device)
+            images = self.augment.augment_batch(images, raw.uniforms[:, -self.augment.uniforms :])
+        return self._finish(images, raw.labels, raw.bad)
 
     def _explain(self, error: Exception) -> Exception:
         """Return what to raise for DALI's error, a record's if a strict decoder refuses it, too."""

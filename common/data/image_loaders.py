@@ -7,12 +7,14 @@ within 0.3 grey levels in the mean of an image.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from simplejpeg import decode_jpeg
+from torch import Tensor
 
 from common.data.bad_images import BadImages
 from common.data.crops import (
@@ -27,8 +29,9 @@ from common.data.crops import (
 )
 from common.data.decoding import decode_image
 from common.data.image_split import ImageSplit, Record
-from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
+from common.data.loader import Batch, Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
+from common.data.sharing import ALONE, Sharing
 from common.data.workers import RecordReader, WorkerPool
 from common.errors import UserError
 from common.files import Values
@@ -41,7 +44,47 @@ UNUSED = ("crop_padding", "autoaugment")
 SHARDS_ONLY = ("order", "block", "window", "labels", "columns")
 
 
-class ImageReader:
+class DecodingReader:
+    """The end of a batch, for readers of encoded images: normalised, on the device.
+
+    Ranks that share the decoding gather it before that, as uint8.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+        dp_size: int,
+        sharing: Sharing,
+    ):
+        self.device = device
+        self.sharing = sharing
+        self._bad = BadImages(len(split) / dp_size)
+        self._normalize = Normalizer(mean, std, device)
+
+    def _finish(self, images: Tensor, labels: np.ndarray, bad: list[str]) -> Any:
+        """Return the batch of uint8 images; where others have rows of it, what `join` takes."""
+        if self.sharing.size > 1:
+            return images, labels, bad
+        return self._complete(images, labels, bad)
+
+    def _complete(self, images: Tensor, labels: np.ndarray, bad: list[str]) -> Batch:
+        self._bad.add(bad)
+        return self._normalize(images, labels == NO_LABEL), to_device(labels, self.device)
+
+    def join(self, parts: Any, sharing: Sharing, total: int) -> Batch:
+        """Return the whole batch, of ``total`` rows; all ranks count its bad images."""
+        images, *on_host = parts
+        # First: the host waits here until all ranks have decoded, and notices one that died.
+        labels, bad = zip(*sharing.gather_objects(on_host), strict=True)
+        return self._complete(
+            sharing.gather(images, total), np.concatenate(labels)[:total], [*chain(*bad)]
+        )
+
+
+class ImageReader(DecodingReader):
     """Read draws as normalised images, float32 [B, 3, size, size], and labels, int64 [B].
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
@@ -64,12 +107,11 @@ class ImageReader:
         device: torch.device,
         batch: int = 0,  # its largest draw, for other readers
         dp_size: int = 1,
+        sharing: Sharing = ALONE,
         augment: Any = None,
     ):
-        self.device = device
+        super().__init__(split, mean, std, device, dp_size, sharing)
         self._records = RecordReader(split, for_workers=True)
-        self._bad = BadImages(len(split) / dp_size)
-        self._normalize = Normalizer(mean, std, device)
         workers = rank_cores() if workers is None else workers
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
 
@@ -81,10 +123,8 @@ class ImageReader:
 
     def _read(self, draws: Iterator[Draw]) -> Batches:
         for images_BHWC, labels, bad in self._pool.map(self._records.read(draws)):
-            self._bad.add(bad)
             images_BCYX = to_device(images_BHWC, self.device).permute(0, 3, 1, 2).contiguous()
-            images = self._normalize(images_BCYX, labels == NO_LABEL)
-            yield images, to_device(labels, self.device)
+            yield self._finish(images_BCYX, labels, bad)
 
     def close(self) -> None:
         """End the worker processes and the reading threads."""
@@ -154,8 +194,8 @@ def build_train_loader(
 ) -> Loader:
     """Return the loader of random crops; each epoch permutes ``images``, or their ``blocks``.
 
-    ``sampling`` are ``dp_rank``, ``dp_size``, ``seed``, ``resolutions`` and ``blocks`` of
-    `TrainSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size``, ``sharing``, ``seed``, ``resolutions`` and ``blocks``
+    of `TrainSampler`.
     """
     augment = None
     uniforms = CROP_UNIFORMS
@@ -175,10 +215,10 @@ def build_train_loader(
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
-    options = _reader_options(data, image_size, sampler.dp_size, device)
     # Smaller images may come in larger micro-batches, and DALI reserves memory for the largest.
     largest = max([micro_batch, *(each.micro_batch for each in sampler.resolutions)])
-    reader = build_reader(images, crop, augment=augment, batch=largest, **options)
+    options = _reader_options(data, image_size, sampler, largest, device)
+    reader = build_reader(images, crop, augment=augment, **options)
     return Loader(sampler, reader)
 
 
@@ -194,12 +234,11 @@ def build_eval_loader(
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks.
 
-    ``sampling`` are ``dp_rank``, ``dp_size`` and ``blocks`` of `EvalSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size``, ``sharing`` and ``blocks`` of `EvalSampler`.
     """
     sampler = EvalSampler(len(images), batch, **sampling)
-    options = _reader_options(data, image_size, sampler.dp_size, device)
-    crop = build_eval_crop(data, image_size)
-    return Loader(sampler, build_reader(images, crop, batch=batch, **options))
+    options = _reader_options(data, image_size, sampler, batch, device)
+    return Loader(sampler, build_reader(images, build_eval_crop(data, image_size), **options))
 
 
 def build_eval_crop(data: Values, image_size: int) -> CenterCrop:
@@ -209,7 +248,11 @@ def build_eval_crop(data: Values, image_size: int) -> CenterCrop:
 
 
 def _reader_options(
-    data: Values, image_size: int, dp_size: int, device: torch.device
+    data: Values,
+    image_size: int,
+    sampler: TrainSampler | EvalSampler,
+    batch: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return the arguments of a reader that training and evaluation share."""
     return dict(
@@ -218,5 +261,7 @@ def _reader_options(
         std=data["std"],
         workers=data["workers"],
         device=device,
-        dp_size=dp_size,
+        dp_size=sampler.dp_size,
+        sharing=sampler.sharing,
+        batch=len(sampler.sharing.rows(batch)),
     )

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from common.data.sampler import Draw, EvalSampler, TrainSampler
+from common.data.sharing import Sharing
 
 Batch = tuple[Tensor, Tensor]
 Batches = Generator[Batch, None, None]
 
 
 class BatchReader(Protocol):
-    """Turn draws into batches, in order; may read as far ahead as it likes."""
+    """Turn draws into batches, in order; may read as far ahead as it likes.
+
+    Where ranks share the decoding, each reads some rows and the loader gathers the two tensors. A
+    reader may yield something else then, which its ``join(parts, sharing, total)`` gathers.
+    """
 
     def read(self, draws: Iterator[Draw]) -> Batches: ...
 
@@ -82,7 +87,11 @@ class Loader:
         """Yield an epoch's batches from sample ``start`` on, and keep the position."""
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             done = start
+            sharing = self.sampler.sharing
+            join = getattr(self.reader, "join", _join)
             for batch in batches:
+                if sharing.size > 1:
+                    batch = join(batch, sharing, self.sampler.rows(epoch))
                 # ``start`` and ``done`` count the samples of all ranks.
                 local_sample = done // self.sampler.dp_size
                 done += len(batch[1]) * self.sampler.dp_size
@@ -95,6 +104,12 @@ class Loader:
         """Return the position after ``done`` samples of an epoch."""
         # The end of an epoch is the start of the next.
         return (epoch, done) if done < self.sampler.samples_per_epoch else (epoch + 1, 0)
+
+
+def _join(parts: Batch, sharing: Sharing, total: int) -> Batch:
+    """Return a batch of ``total`` rows, given this rank's."""
+    images, labels = (sharing.gather(part, total) for part in parts)
+    return images, labels
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -138,7 +153,8 @@ def prefetch(batches: Batches, device: torch.device) -> Batches:
             batch, ready = loaded
             training = torch.cuda.current_stream(device)
             training.wait_event(ready)
-            for tensor in batch:
+            for part in batch:
                 # The allocator would otherwise reuse its memory while the step still reads it.
-                tensor.record_stream(training)
+                if isinstance(part, Tensor):
+                    part.record_stream(training)
             yield batch

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.data.sharing import ALONE, Sharing
 from common.resolutions import Resolution, resolution_at
 
 # What random numbers are for. The purpose is the second word of Philox's key, so that a new one
@@ -30,7 +31,7 @@ STREAMS = 64  # the greatest number of streams
 
 
 class Draw(NamedTuple):
-    """One micro-batch of a rank: which samples, and the random numbers of each."""
+    """The rows of a micro-batch that a rank decodes: which samples, and their random numbers."""
 
     indices: np.ndarray  # int64 [B], PADDING where there is no sample
     uniforms: np.ndarray  # float64 [B, K], in [0, 1)
@@ -70,7 +71,7 @@ class TrainSampler:
 
     ``blocks`` holds the first record of each block and the number of records, int64. With it the
     order is one of streams of blocks, else a permutation of all samples. Each stream has
-    consecutive rows of the batch.
+    consecutive rows of the batch. ``sharing`` tells which rows of a micro-batch are drawn here.
     """
 
     num_samples: int
@@ -86,6 +87,7 @@ class TrainSampler:
     blocks: np.ndarray | None = None
     window: int = 1
     resolutions: Sequence[Resolution] = ()
+    sharing: Sharing = ALONE
 
     @property
     def samples_per_epoch(self) -> int:
@@ -96,20 +98,28 @@ class TrainSampler:
         """Return the number of micro-batches per epoch on this rank, of ``micro_batch`` samples."""
         return self.samples_per_epoch // (self.micro_batch * self.dp_size)
 
+    def rows(self, epoch: int) -> int:
+        """Return the samples of a micro-batch, on all ranks that share it."""
+        if self.resolutions:
+            return resolution_at(self.resolutions, epoch).micro_batch
+        return self.micro_batch
+
     def draws(self, epoch: int, start_sample: int = 0) -> Iterator[Draw]:
-        """Yield this rank's micro-batches of an epoch from ``start_sample`` on.
+        """Yield this rank's rows of the micro-batches of an epoch from ``start_sample`` on.
 
         ``start_sample`` counts samples over all ranks.
         """
         image_size = None
-        rows = self.micro_batch
         if self.resolutions:
-            resolution = resolution_at(self.resolutions, epoch)
-            image_size = resolution.image_size
-            rows = resolution.micro_batch
+            image_size = resolution_at(self.resolutions, epoch).image_size
         order = self._order(epoch)
+        rows = self.rows(epoch)
+        local = self.sharing.rows(rows)
         # At this rank's last sample of a span the reader may drop the span's records.
-        is_last = _is_last(order.span_of)
+        row_of_sample = np.arange(len(order.samples)) % rows
+        (is_local,) = np.nonzero(np.isin(row_of_sample, local))
+        is_last = np.zeros(len(order.samples), bool)
+        is_last[is_local] = _is_last(order.span_of[is_local])
         start = start_sample // self.dp_size
         end = self.samples_per_epoch // self.dp_size
         for local_sample in range(start, end, rows):
@@ -118,16 +128,17 @@ class TrainSampler:
                 self.seed,
                 epoch,
                 step,
-                row,
-                rows,
+                row + local[0],
+                len(local),
                 self.num_uniforms,
             )
-            drawn = slice(local_sample, local_sample + rows)
+            drawn = local_sample + np.minimum(local, rows - 1)
+            indices = np.where(local < rows, order.samples[drawn], PADDING)
             spans = None
             if self.blocks is not None:
                 span_of_B = order.span_of[drawn]
                 spans = np.c_[order.spans[span_of_B], is_last[drawn]]
-            yield Draw(order.samples[drawn], uniforms, spans, image_size)
+            yield Draw(indices, uniforms, spans, image_size)
 
     def position(self, local_sample: int) -> tuple[int, int]:
         """Return a sample's step and its row in the global batch.
@@ -196,7 +207,7 @@ class TrainSampler:
 class EvalSampler:
     """Give each rank consecutive samples, every sample exactly once, in equally many batches.
 
-    `PADDING` fills the last ones. ``blocks`` is as for `TrainSampler`.
+    `PADDING` fills the last ones. ``blocks`` and ``sharing`` are as for `TrainSampler`.
     """
 
     num_samples: int
@@ -205,6 +216,7 @@ class EvalSampler:
     dp_rank: int = 0
     dp_size: int = 1
     blocks: np.ndarray | None = None
+    sharing: Sharing = ALONE
 
     @property
     def samples_per_epoch(self) -> int:
@@ -215,8 +227,12 @@ class EvalSampler:
         """Return the number of batches per pass on each rank."""
         return -(-self.num_samples // (self.batch * self.dp_size))
 
+    def rows(self, epoch: int) -> int:
+        """Return the samples of a batch, on all ranks that share it."""
+        return self.batch
+
     def draws(self, epoch: int, start_sample: int = 0) -> Iterator[Draw]:
-        """Yield this rank's batches from ``start_sample`` on, the same in every epoch.
+        """Yield this rank's rows of the batches from ``start_sample`` on, the same in every epoch.
 
         ``start_sample`` counts samples over all ranks.
         """
@@ -225,12 +241,17 @@ class EvalSampler:
         # The data set may end within this rank's samples, or before them.
         first = min(offset, self.num_samples)
         end = min(offset + samples_per_rank, self.num_samples)
-        no_uniforms = np.empty((self.batch, 0))
+        local = self.sharing.rows(self.batch)
+        no_uniforms = np.empty((len(local), 0))
         start = start_sample // (self.batch * self.dp_size)
         for number in range(start, len(self)):
-            indices = offset + number * self.batch + np.arange(self.batch)
+            indices = offset + number * self.batch + local
+            is_sample = (local < self.batch) & (indices < self.num_samples)
             spans = None
             if self.blocks is not None:
+                if self.sharing.size > 1 and is_sample.any():
+                    # Other ranks have the samples before the next batch.
+                    first, *_, end = [*indices[is_sample], indices[is_sample][-1] + 1]
                 # Padding is no record: it gets the last one's span.
                 record = np.minimum(indices, self.num_samples - 1)
                 block = np.searchsorted(self.blocks, record, side="right")
@@ -238,8 +259,7 @@ class EvalSampler:
                 starts = np.maximum(self.blocks[block - 1], first)
                 ends = np.minimum(self.blocks[block], end)
                 spans = np.c_[starts, ends, indices == ends - 1]
-            padded = np.where(indices < self.num_samples, indices, PADDING)
-            yield Draw(padded, no_uniforms, spans)
+            yield Draw(np.where(is_sample, indices, PADDING), no_uniforms, spans)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, purpose: int = ORDER) -> np.ndarray:

@@ -17,6 +17,7 @@ from common.checkpoint.save import checkpoint_path, find_best, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
 from common.config.class_weights import class_weights
 from common.config.plan import Plan
+from common.data.sharing import Sharing
 from common.engine.collectives import ask_first_rank
 from common.engine.groups import shutdown
 from common.engine.upstream import BaseHook, ParallelMode, get_accelerator, gpc
@@ -52,9 +53,17 @@ class Run:
         return get_accelerator().get_current_device()
 
     @property
-    def data_parallel(self) -> dict[str, int]:
-        """This process's data-parallel rank and size: ``dp_rank``, ``dp_size``."""
-        return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
+    def data_parallel(self) -> dict[str, Any]:
+        """This process's data-parallel rank and size: ``dp_rank``, ``dp_size``.
+
+        With tensor-parallel ranks, ``sharing`` too.
+        """
+        options: dict[str, Any] = dict(
+            dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel
+        )
+        if self.plan.tensor_parallel > 1:
+            options["sharing"] = tensor_sharing()
+        return options
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -193,6 +202,17 @@ class Run:
             where = f"checkpoints/{checkpoint_path(folder, best['step']).name}"
             print(f"best         {describe_best(best, config['BEST'])} ({where})")
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
+
+
+def tensor_sharing() -> Sharing:
+    """Return this rank's part in the decoding of its tensor-parallel group."""
+    mode = ParallelMode.TENSOR
+    return Sharing(
+        gpc.get_local_rank(mode),
+        gpc.get_world_size(mode),
+        gpc.get_group(mode),
+        gpc.get_cpu_group(mode),
+    )
 
 
 def read_records(output: Path, kind: str) -> list[Metrics]:

@@ -282,11 +282,8 @@ class CheckpointHook(BaseHook):
 
     def _load(self, path: Path, trainer: Trainer) -> None:
         """Restore what the checkpoint ``path`` holds."""
-        state = read_trainer_state(path)
-        load_full_state_dict(path, self.model, self.optimizer, self.averages)
-        trainer.load_state_dict(state["trainer"])
-        trainer.train_dataloader.load_state_dict(state["loader"])
-        trainer.engine.optimizer.load_step_state(state["optimizer"])
+        parts = self.model, self.optimizer, self.averages, self.metrics
+        state, _ = load_checkpoint(path, trainer, self.ranks, *parts)
         then = read_about(path)
         is_same_data = then["data"]["fingerprint"] == self.about["data"]["fingerprint"]
         # earlier versions compare top-1
@@ -295,19 +292,41 @@ class CheckpointHook(BaseHook):
         if path.parent == self.folder and is_same_data and is_same_metric:
             self.best = Best(state["best_top1"], -state["best_loss"])
             self.stale = state["stale"]
-        rank = gpc.get_global_rank()
-        if any(state["ranks"][key] != value for key, value in self.ranks.items()):
-            # Masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ: the
-            # generators stay as `initialize` seeded them.
-            self.metrics.load_state_dict(state["metrics"], None)
-            return
-        self.metrics.load_state_dict(state["metrics"], rank)
-        generators = read_tensors(path / RANDOM)
-        prefix = f"{rank}/"
-        set_generator_states(
-            {
-                name.removeprefix(prefix): generator
-                for name, generator in generators.items()
-                if name.startswith(prefix)
-            }
-        )
+
+
+def load_checkpoint(
+    path: Path,
+    trainer: Trainer,
+    ranks: Values,
+    model: nn.Module,
+    optimizer: Optimizer,
+    averages: Mapping[str, Tensor] | None,
+    metrics: MetricsHook,
+) -> tuple[Values, bool]:
+    """Restore a training from the checkpoint ``path``.
+
+    Returns trainer.json, and whether ``ranks``, its field, are as then: each rank then does the
+    same work as before and draws the same random numbers.
+    """
+    state = read_trainer_state(path)
+    load_full_state_dict(path, model, optimizer, averages)
+    trainer.load_state_dict(state["trainer"])
+    trainer.train_dataloader.load_state_dict(state["loader"])
+    trainer.engine.optimizer.load_step_state(state["optimizer"])
+    rank = gpc.get_global_rank()
+    if any(state["ranks"][key] != value for key, value in ranks.items()):
+        # Masks of dropout and drop_path, and draws per micro-batch (Mixup), will differ: the
+        # generators stay as `initialize` seeded them.
+        metrics.load_state_dict(state["metrics"], None)
+        return state, False
+    metrics.load_state_dict(state["metrics"], rank)
+    generators = read_tensors(path / RANDOM)
+    prefix = f"{rank}/"
+    set_generator_states(
+        {
+            name.removeprefix(prefix): generator
+            for name, generator in generators.items()
+            if name.startswith(prefix)
+        }
+    )
+    return state, True

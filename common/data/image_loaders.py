@@ -219,7 +219,7 @@ def build_train_loader(
     largest = max([micro_batch, *(each.micro_batch for each in sampler.resolutions)])
     options = _reader_options(data, image_size, sampler, largest, device)
     reader = build_reader(images, crop, augment=augment, **options)
-    return Loader(sampler, reader)
+    return Loader(sampler, reader, images.name_image)
 
 
 def build_eval_loader(

@@ -62,6 +62,10 @@ class ImageSplit(ABC):
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names an image which cannot be used, the reason and the remedy."""
 
+    def name_image(self, index: int) -> str:
+        """Return where an image lies, for messages."""
+        return f"image {index}"
+
     @property
     def is_shuffled(self) -> bool:
         """Whether consecutive images are of different classes; block order refuses others.
@@ -123,6 +127,9 @@ class FolderSplit(ImageSplit):
             return read_bytes(path, MAX_BYTES), int(self.labels[index])
         except UserError as error:
             raise self.fault(index, str(error).removeprefix(f"{path}: ")) from error
+
+    def name_image(self, index: int) -> str:
+        return str(self.path(index))
 
     def fault(self, index: int, reason: object) -> UserError:
         return UserError(f"{self.path(index)}: {reason}; remove or replace this image")

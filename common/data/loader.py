@@ -43,9 +43,15 @@ class Loader:
     `BatchAugment`, changes the batches of a training loader.
     """
 
-    def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader):
+    def __init__(
+        self,
+        sampler: TrainSampler | EvalSampler,
+        reader: BatchReader,
+        name_image: Callable[[int], str] = "image {}".format,
+    ):
         self.sampler = sampler
         self.reader = reader
+        self.name_image = name_image  # where the image of an index lies
         self.augment: Callable[..., tuple[Tensor, Any]] | None = None
         # (epoch, samples of it yielded so far, over all ranks): now, and where the next pass starts
         self._position = (0, 0)

@@ -31,6 +31,8 @@ def parse_arguments(argv: list[str], description: str | None) -> Namespace:
     for key in args.allow_change:
         find_key(key)
     args.measures = args.find_lr or args.find_batch or args.profile
+    if args.replay_to and not args.replay:
+        raise UserError("--replay-to has no effect without --replay")
     if args.measures and args.resume != AUTO:
         raise UserError(
             f"--resume {args.resume}: --find-lr, --find-batch and --profile do not resume; omit "
@@ -126,6 +128,18 @@ def _add_alternatives(parser: ArgumentParser) -> None:
         type=at_least_1,
         metavar="STEPS",
         help="record STEPS steps with torch.profiler instead of training",
+    )
+    instead.add_argument(
+        "--replay",
+        type=at_least_1,
+        metavar="STEP",
+        help="take that step of the run in the output folder again, from the checkpoint before or "
+        "the one of --resume, and say what happened in it; the folder is only read",
+    )
+    parser.add_argument(
+        "--replay-to",
+        metavar="DIR",
+        help="with --replay: write the step's images and all its figures into DIR",
     )
 
 

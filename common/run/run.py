@@ -33,6 +33,7 @@ from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
 from common.model.flops import flops_per_image, peak_images_per_s
 from common.process import Stopped
+from common.run.replay import Replay
 from common.text import print_wrapped, two_digits
 
 
@@ -108,35 +109,18 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
+        resolutions = ResolutionHook(self.plan, self.is_main)
+        if isinstance(self.measurement, Replay):
+            metrics = self._build_metrics(is_main=False)
+            self.measurement.attach(model, optimizer, metrics, self.about, self.start_from)
+            return [resolutions, metrics, self.measurement]
         # A measurement leaves no record and no checkpoint.
         if self.measurement:
-            return [ResolutionHook(self.plan, self.is_main), self.measurement]
+            return [resolutions, self.measurement]
         config = self.about["config"]
         if self.is_main:
             write_start(self.output, self.about, self.start_from)
-        start = self.about["starts"][-1]["step"]
-        shape = config["MODEL"]
-        frozen = config["FREEZE"]
-        peak = peak_images_per_s(shape, config["fp16"], self.plan.gpus, self.device, frozen)
-        # The FLOP/s of the hardware, from which images of each size get their own peak.
-        peak_flops = peak * flops_per_image(shape, frozen)
-        peaks = {
-            resolution.image_size: peak_flops
-            / flops_per_image(shape, frozen, resolution.image_size)
-            for resolution in self.plan.resolutions
-        }
-        log = config["LOG"]
-        metrics = MetricsHook(
-            self.plan,
-            self.output,
-            is_main=self.is_main,
-            peak_samples_per_s=peaks,
-            start=start,
-            every=log["every"],
-            tensorboard=log["tensorboard"],
-            trackers=log["trackers"],
-            best=config["BEST"],
-        )
+        metrics = self._build_metrics(self.is_main)
         ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
@@ -149,8 +133,35 @@ class Run:
             start_from=self.start_from,
             averages=ema.averages if ema else None,
         )
-        hooks = ResolutionHook(self.plan, self.is_main), metrics, ema, checkpoints
+        hooks = resolutions, metrics, ema, checkpoints
         return [hook for hook in hooks if hook is not None]
+
+    def _build_metrics(self, is_main: bool) -> MetricsHook:
+        """Return the hook of the metrics, with loggers if ``is_main``."""
+        config = self.about["config"]
+        start = self.about["starts"][-1]["step"]
+        shape = config["MODEL"]
+        frozen = config["FREEZE"]
+        peak = peak_images_per_s(shape, config["fp16"], self.plan.gpus, self.device, frozen)
+        # The FLOP/s of the hardware, from which images of each size get their own peak.
+        peak_flops = peak * flops_per_image(shape, frozen)
+        peaks = {
+            resolution.image_size: peak_flops
+            / flops_per_image(shape, frozen, resolution.image_size)
+            for resolution in self.plan.resolutions
+        }
+        log = config["LOG"]
+        return MetricsHook(
+            self.plan,
+            self.output,
+            is_main=is_main,
+            peak_samples_per_s=peaks,
+            start=start,
+            every=log["every"],
+            tensorboard=log["tensorboard"],
+            trackers=log["trackers"],
+            best=config["BEST"],
+        )
 
     def finish(self) -> None:
         """Leave the process group and print the output paths; the last line is the final top-1.

@@ -28,6 +28,7 @@ from common.run.checks import Prepared
 from common.run.messages import announce, print_plan
 from common.run.prepare import prepare_run
 from common.run.reading_order import choose_order
+from common.run.replay import Replay
 from common.run.run import Run
 from common.run.start_point import lock_and_find_start
 from common.run.start_warnings import explain_out_of_memory
@@ -68,7 +69,8 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         return None
 
     # Memory, by which the order is chosen, may differ between hosts.
-    reading = ask_first_rank(lambda: choose_order(prepared, begin.checkpoint))
+    origin = begin.checkpoint or (output if args.replay else None)
+    reading = ask_first_rank(lambda: choose_order(prepared, origin))
     plan = replace(prepared.plan, order=reading.order)
     measurement = _build_measurement(args, output, is_main)
     if measurement:
@@ -96,6 +98,8 @@ def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
 
 
 def _build_measurement(args: Namespace, output: Path, is_main: bool) -> Measurement | None:
+    if args.replay:
+        return Replay(output, args.replay, is_main, args.replay_to)
     for flag, build in MEASUREMENTS.items():
         steps = getattr(args, flag)
         if steps:

@@ -17,6 +17,7 @@ from common.checkpoint.save import find_best
 from common.errors import UserError
 from common.locks import lock_folder, unlock_folder
 from common.run.checks import Prepared, check_init
+from common.run.replay import find_replay_start
 from common.run.run import describe_best, read_records
 
 
@@ -35,6 +36,12 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
     whose replacement was interrupted is put back.
     """
     config, plan = prepared.config, prepared.plan
+    if args.replay:
+        origin = find_replay_start(output, args.replay, args.resume)
+        # Not locked: the run may go on meanwhile.
+        check_data(origin or output, prepared.data, args.allow_change)  # pyright: ignore[reportArgumentType]
+        check_changes(origin or output, config, output, args.allow_change)
+        return StartPoint(origin)
     is_new = not (output / CONFIG).exists()
     # This goes before the lock, which creates the folder.
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT

@@ -146,10 +146,12 @@ class TFRecordSplit(ImageSplit):
 
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
+        return UserError(f"{self.name_image(index)}: {reason}; {REMEDY}")
+
+    def name_image(self, index: int) -> str:
         row = self.records[index]
         shard = self.shards[row["shard"]]
-        record = f"record {index} of {self.name} at byte {row['offset']}"
-        return UserError(f"{shard}: {record}: {reason}; {REMEDY}")
+        return f"{shard}: record {index} of {self.name} at byte {row['offset']}"
 
 
 def open_split(root: Path, split: str) -> TFRecordSplit:

@@ -1,0 +1,126 @@
+"""A step of a run is taken again, to the bit, and said to be what was planted in it."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.metrics.metrics_file import read_metrics
+from common.run.train import train as train_on
+from common.testing.commands import in_words, read_folder, run_forked
+from common.testing.parity_cases import CASES
+from common.testing.ranks import run_ranks, slow
+from common.testing.tiny_task import TASK, train, write_images
+
+# Twelve steps of 16 images: of 16 pixels in the first epoch, then of 24.
+SETTINGS = [
+    "TOTAL_BATCH_SIZE=16",
+    "NUM_EPOCHS=3",
+    "gradient_accumulation=1",
+    "LOG.every=1",
+    "CHECKPOINT_EVERY=4",
+    "EVAL_EVERY=1",
+    "KEEP=9",
+    "MODEL.dropout=0.1",
+    "MODEL.image_size=24",
+    "IMAGE_SIZES=[(1, 16)]",
+    "MIXUP=0.5",
+    "EMA=0.9",
+    "clip_grad_norm=0.5",
+]
+HALF = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='float16')"
+ROWS = [
+    ("none", ["gradient_accumulation=2"]),
+    ("none", [HALF]),
+    ("dp2", []),
+    ("zero 3", []),
+    slow("2d-4", []),
+    slow("3d-8", []),
+]
+
+
+def start(images: Path, run: Path, settings: Sequence[str], flags: Sequence[str] = ()) -> None:
+    train(images, run, *settings, flags=flags)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_ranks(1, start, images, folder, SETTINGS)
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "settings"), ROWS)
+def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
+    mode, settings, images, tmp_path, capfd
+):
+    gpus, options = CASES[mode]
+    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    run = tmp_path / "run"
+    run_ranks(gpus, train, images, run, *settings)
+    before = read_folder(run)
+    saved = [int(path.name[-8:]) for path in run.glob("checkpoints/step-*")]
+    for step in (3, 7, 10):
+        replay = ["--replay", str(step), "--replay-to", str(tmp_path / "step")]
+        capfd.readouterr()
+        run_ranks(gpus, start, images, run, settings, replay)
+        first = max([0, *(number for number in saved if number < step)]) + 1
+        words = f"equal to the bit in {step - first + 1} of the steps {first} to {step}"
+        assert words in " ".join(capfd.readouterr().out.split())
+    assert read_folder(run) == before
+
+    told = json.loads((tmp_path / "step" / "step.json").read_text())
+    (record,) = [record for record in read_metrics(run) if record["step"] == 10 and "lr" in record]
+    assert told["loss"] == pytest.approx(record["loss"], rel=1e-6)
+    # The norms of the tensors make up the whole one, whatever cuts them.
+    squares = sum(row["gradient"] ** 2 for row in told["tensors"])
+    assert squares**0.5 == pytest.approx(record["grad_norm"], rel=1e-4)
+
+
+def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_saw(images, tmp_path):
+    """A yellow image is labelled blue."""
+    data = tmp_path / "data"
+    shutil.copytree(images, data)
+    Image.new("RGB", (24, 20), "yellow").save(data / "train" / "blue" / "odd.png")
+    settings = [*SETTINGS, "MIXUP=0", "LEARNING_RATE=5e-3", "NUM_EPOCHS=12", "MODEL.dropout=0"]
+    run = tmp_path / "run"
+    run_ranks(1, start, data, run, settings)
+    found = 0
+    for step in range(45, 49):
+        folder = tmp_path / str(step)
+        flags = ["--replay", str(step), "--replay-to", str(folder)]
+        run_ranks(1, start, data, run, settings, flags)
+        told = json.loads((folder / "step.json").read_text())
+        rows = [image for image in told["images"] if image["image"].endswith("blue/odd.png")]
+        if rows:
+            assert told["images"][0]["image"] == rows[0]["image"]
+            name = f"rank0-micro0-row{rows[0]['row']:04}.png"
+            red, green, blue = np.asarray(Image.open(folder / name)).reshape(-1, 3).T
+            assert (red.min(), green.min(), blue.max()) == (255, 255, 0)
+            found += 1
+    assert found == 1  # an image is in one step of an epoch
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--replay=3", "--output=elsewhere"], "--replay 3: "),
+        (["--replay=13"], "--replay 13: the run has 12 steps"),
+        (["--replay-to=x"], "--replay-to has no effect without --replay"),
+        (["--replay=3", "--set=LEARNING_RATE=1"], "LEARNING_RATE=1"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_in_a_line(flags, message, images, run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    settings = in_words(f"DATA.root={images}", *SETTINGS)
+    words = ["--config=tiny.py", "--output=run", *settings, *flags]
+    assert message in run_forked(lambda argv: train_on(argv, TASK), words, 2).stderr

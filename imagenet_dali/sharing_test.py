@@ -44,7 +44,9 @@ def read_everything(root: Path, dp_size: int, config: dict[str, Any], is_shared:
         for loader in ("dali", "torchvision"):
             given = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
             for data, options in TRAINING:
-                train = build_train_loader(given | data, 20 * dp_size, 5, seed=1, **options, **place)
+                train = build_train_loader(
+                    given | data, 20 * dp_size, 5, seed=1, **options, **place
+                )
                 batches += [*train]
                 train.load_state_dict({"epoch": 3, "samples": 40 * dp_size})
                 batches += read(train)

@@ -169,8 +169,8 @@ class Replay(Measurement):
             _, self.is_same_work = load_checkpoint(self.start_from, trainer, ranks, *parts)
         # An evaluation that was due at the checkpoint changes no weight.
         trainer.evaluated_step = trainer.step
-        self.loader = trainer.train_dataloader
-        trainer.train_dataloader = self.recorder = Recorder(self.loader)
+        self.loader = trainer.train_dataloader.loader  # that of `WholeSteps`
+        trainer.train_dataloader = self.recorder = Recorder(trainer.train_dataloader)
 
     def before_train_iter(self, trainer: Trainer) -> None:
         if trainer.step != self.total_steps - 1 or self.weights:

@@ -228,7 +228,17 @@ class Planner:
         tensor = config["parallel"]["tensor"]
         split = self.plan.gpus, micro_batch, accumulation
         estimate = estimate_step(config, *split, image_size=image_size)
-        decoding = micro_batch * accumulation / self.cluster.decode
+        # The ranks of a group share the decoding of a micro-batch, and gather it as uint8.
+        rows = -(-micro_batch // tensor["size"])
+        decoding = rows * accumulation / self.cluster.decode
+        if decoding and tensor["size"] > 1:
+            route = "all_gather", tuple(range(tensor["size"]))
+            nbytes = 3 * (image_size or config["MODEL"]["image_size"]) ** 2 * micro_batch
+            estimate = replace(
+                estimate,
+                calls=estimate.calls + Counter({route: accumulation}),
+                nbytes=estimate.nbytes + Counter({route: accumulation * nbytes}),
+            )
         # a tensor-parallel model is not compiled
         speedup = self.speedup if tensor["size"] == 1 else 1.0
         slow, fast = self._step_times(estimate, accumulation, speedup)

@@ -20,11 +20,19 @@ EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 EQUALITY = ("parity_test.py", "upstream_layers_test.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", choices=["gloo", "nccl"], default="gloo")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, before torch is imported, from tests without the marker ``gpu``, and from what
     they start.
     """
-    if not config.option.markexpr.startswith("gpu"):
+    if config.option.backend == "nccl":
+        # Slow cases too. Torch must not start CUDA in the process that forks the ranks.
+        config.option.markexpr = ""
+        os.environ |= {"TEST_BACKEND": "nccl", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    elif not config.option.markexpr.startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -72,7 +72,6 @@ def _shard_data_parallel(model: nn.Module) -> None:
     reduced at once.
     """
     size = gpc.get_world_size(DATA)
-    rank = gpc.get_local_rank(DATA)
     # Tensor parallelism has sharded the parameters before. This cuts a part of those shards.
     shards = {
         name: getattr(parameter, "shard", None) or Shard(shape=tuple(parameter.shape))
@@ -81,12 +80,9 @@ def _shard_data_parallel(model: nn.Module) -> None:
     _apply_fsdp(model, size)
     model.shards = {}
     for name, source in model.named_parameters():
-        dim = _placement_dim(source.shape, size)
-        # FSDP cuts as torch.chunk does: the last shards may be smaller, or empty.
-        start = min(-(-source.shape[dim] // size) * rank, source.shape[dim])
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source = source
-        shard.shard = replace(shards[name], part=(dim, start, shard.shape[dim]))
+        shard.shard = replace(shards[name], part=_placement_dim(source.shape, size))
         model.shards[name] = shard
 
 

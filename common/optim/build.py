@@ -16,14 +16,12 @@ from torch.optim import AdamW, Optimizer
 
 from common.engine.linear_pairs import count_matrices
 from common.engine.tensor_parallel.sharding import (
+    build_reduce_norms,
     full_shape,
     is_sharded,
     map_full,
     named_shards,
-    reduce_norms,
-    sharing_group,
 )
-from common.engine.upstream import gpc
 from common.errors import UserError
 from common.files import Values
 from common.optim.lamb import Lamb
@@ -62,15 +60,13 @@ def _muon_arguments(model: nn.Module) -> dict[str, Any]:
         if count:
             outputs, inputs = shapes[name]
             matrices[parameter] = (count, outputs // count, inputs)
-    if not matrices or not is_sharded(matrices):
-        return {"matrices": matrices}
-    ranks = gpc.get_world_size(sharing_group(list(matrices)))
-    return {"matrices": matrices, "map_full": map_full, "ranks": ranks}
+    return {"matrices": matrices, "map_full": map_full if is_sharded(matrices) else None}
 
 
 def _lamb_arguments(model: nn.Module) -> dict[str, Any]:
     """Return how LAMB gets the norm of a parameter from those of its shards."""
-    return {"reduce_norms": reduce_norms if is_sharded(named_shards(model).values()) else None}
+    has_shards = is_sharded(named_shards(model).values())
+    return {"reduce_norms": build_reduce_norms() if has_shards else None}
 
 
 OPTIMIZERS = {

@@ -21,9 +21,10 @@ Shape suffixes: K matrices, M rows, N columns.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod, sqrt
+from itertools import chain
+from math import sqrt
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class Muon(AdamW):
     N] before it is sharded, which are orthogonalized separately. Weight decay is decoupled in both.
     The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An attribute
     `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor
-    parallelism and ZeRO `map_full` gathers the matrices, and each of `ranks` computes a part.
+    parallelism and ZeRO `map_full` gathers all matrices of one shape at once, and each rank
+    computes a part.
     """
 
     found_inf: Tensor | None = None
@@ -71,7 +73,6 @@ class Muon(AdamW):
         adamw_lr_scale: float = 1.0,
         bfloat16: bool = False,
         map_full: MapFull | None = None,
-        ranks: int = 1,
     ):
         # Only the fused AdamW reads `found_inf` on the device.
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
@@ -80,8 +81,7 @@ class Muon(AdamW):
         self.adamw_lr_scale = adamw_lr_scale
         # Without its instructions a CPU would take hundreds of times as long.
         self.bfloat16 = bfloat16 and is_fast("bfloat16")
-        self.map_full = map_full or (lambda function, _, values: function(values))
-        self.ranks = ranks
+        self.map_full = map_full
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -93,8 +93,13 @@ class Muon(AdamW):
             if p in self.matrices and p.grad is not None
         }
         self._step_adamw(gradients)
-        for batch in self._batches(gradients):
-            self._step_muon(batch, [gradients[p] for p in batch])
+        by_shape = defaultdict(list)
+        # Stacks of equal size side by side: ranks that take turns have equally much to do.
+        for p in sorted(gradients, key=lambda p: self.matrices[p]):
+            by_shape[self.matrices[p][1:]].append(p)
+        for alike in by_shape.values():
+            for batch in [alike[::-1]] if self.map_full else _batches(alike):
+                self._step_muon(batch, [gradients[p] for p in batch])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``; AdamW's own looks for a step in that of every parameter."""
@@ -113,32 +118,17 @@ class Muon(AdamW):
         for p, gradient in gradients.items():
             p.grad = gradient
 
-    def _batches(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the parameters that are computed together: of matrices of one shape.
-
-        On a CPU one for each rank, so that a matrix is still in the cache for its next product.
-        """
-        by_shape = defaultdict(list)
-        for p in params:
-            by_shape[self.matrices[p][1:]].append(p)
-        for alike in by_shape.values():
-            batch: list[Tensor] = []
-            # Matrices of equal size side by side: the ranks then have equally much to do.
-            for p in sorted(alike, key=lambda p: self.matrices[p]):
-                limit = 0 if p.is_cpu else BATCH * self.ranks
-                size = sum(prod(self.matrices[q]) for q in (*batch, p))
-                if batch and len(batch) % self.ranks == 0 and size > limit:
-                    yield batch
-                    batch = []
-                batch.append(p)
-            yield batch
-
     def _step_muon(self, batch: list[Tensor], gradients: list[Tensor]) -> None:
         """Update matrices of one shape."""
         rows = self.matrices[batch[0]][1]
         directions = self._accumulate(batch, gradients)
         function = partial(orthogonalize, rows=rows, bfloat16=self.bfloat16)
-        updates = self.map_full(function, batch, directions)
+        if self.map_full is None:
+            updates = function(directions)
+        else:
+            updates = self.map_full(
+                lambda full: [*chain(*map(function, _batches(full)))], batch, directions
+            )
         update_of = dict(zip(batch, updates, strict=True))
         for group in self.param_groups:
             params = [p for p in group["params"] if p in update_of]
@@ -182,6 +172,21 @@ class Muon(AdamW):
             is_first_step=False,
             found_inf=self.found_inf,
         )
+
+
+def _batches(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors that are computed together: at most `BATCH` numbers, or one tensor.
+
+    On a CPU always one, so that a matrix is still in the cache for its next product.
+    """
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        limit = 0 if tensor.is_cpu else BATCH
+        if batch and sum(map(Tensor.numel, (*batch, tensor))) > limit:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    yield batch
 
 
 def orthogonalize(stacks: list[Tensor], rows: int, bfloat16: bool = False) -> Sequence[Tensor]:

@@ -32,7 +32,8 @@ from common.planner.fake_launch import allow_fake_launches, fake_launch, reduce_
 from common.process import at_end
 from common.training import build_training
 
-# PyTorch's operation: its usual name, and the index of the message argument
+# PyTorch's operation: its usual name, and the index of the message argument; of an all-to-all both,
+# since the smaller one is the same on all ranks: Muon's matrices are shared out, or their shards
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -42,6 +43,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all_to_all", 0, 1),
 }
 Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks that it joins
 
@@ -64,13 +66,11 @@ class Traffic(TorchDispatchMode):
         if function.namespace == "c10d" and function._opname != "barrier":
             # A barrier has no message. Any other that is not known raises KeyError: a silent 0
             # would make the mode look faster than it is.
-            name, message = COLLECTIVES[function._opname]
+            name, *messages = COLLECTIVES[function._opname]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             route = name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             self.calls[route] += 1
-            self.nbytes[route] += sum(
-                leaf.nbytes for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor)
-            )
+            self.nbytes[route] += min(_nbytes(tree_leaves(args[index])) for index in messages)
         return function(*args, **(kwargs or {}))
 
 

@@ -53,12 +53,25 @@ def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -
     return train(config, micro_batch, accumulation).nbytes
 
 
+LAMB = {"name": "lamb", "max_grad_norm": 1.0}
+MUON = {"name": "muon"}
+
+
 @pytest.mark.parametrize(
-    "case", ["dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", "2.5d-8", "3d-8"]
+    ("case", "optimizer"),
+    [
+        ("dp2 x 1d-2", LAMB),
+        ("2d-4", LAMB),
+        ("zero 1", LAMB),
+        ("zero 3 x 1d-2", LAMB),
+        ("2.5d-8", LAMB),
+        ("3d-8", LAMB),
+        ("zero 1", MUON),
+        ("2d-4", MUON),
+    ],
 )
-def test_bytes_are_those_of_real_processes(case):
+def test_bytes_are_those_of_real_processes(case, optimizer):
     processes, mode = CASES[case]
-    optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
     config = build_config(
         processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode
@@ -67,6 +80,21 @@ def test_bytes_are_those_of_real_processes(case):
     estimated = estimate_step(config, processes, 8, 3, "cpu")
     assert estimated.nbytes == counted
     assert sum(estimated.nbytes.values()) > 0
+
+
+@pytest.mark.parametrize("case", ["1d-2", "2d-4", "zero 3 x 1d-2"])
+def test_muon_gathers_and_shares_out_all_matrices_of_a_shape_at_once(case):
+    """qkv and projection are of one shape, fc1 and fc2 of two more; `TINY` has four blocks."""
+    processes, mode = CASES[case]
+    of_muon, of_adamw = (
+        estimate_step(build_config(processes, OPTIMIZER={"name": name}, **mode), processes, 8)
+        for name in ("muon", "adamw")
+    )
+    model = tuple(range(processes))
+    assert of_muon.calls - of_adamw.calls == {("all_to_all", model): 3 * 2}
+    # A rank's share of the matrices goes each way: of four blocks with 8 width^2 numbers.
+    nbytes = 2 * 4 * 4 * 8 * TINY["width"] ** 2 / processes
+    assert of_muon.nbytes["all_to_all", model] == pytest.approx(nbytes)
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:

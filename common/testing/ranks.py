@@ -26,7 +26,8 @@ PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
 def launched(**config: Any) -> Iterator[None]:
     """Launch with ``config`` inside the context, as a rank of `run_ranks` or a single process."""
     rank, size, port = (int(os.environ.get(name, default)) for name, default in PLACE.items())
-    join_groups(config, rank, size, "127.0.0.1", port, backend="gloo", verbose=False)
+    backend = os.environ.get("TEST_BACKEND", "gloo")
+    join_groups(config, rank, size, "127.0.0.1", port, backend, verbose=False)
     try:
         yield
     finally:

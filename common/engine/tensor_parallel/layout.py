@@ -44,6 +44,23 @@ INPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT
 OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
 
 
+def position_of(rank: int, group: ParallelMode) -> int:
+    """Return the local rank that a global ``rank`` has in its group of this kind.
+
+    Ranks of one group have equal distances, except in the groups of 3D that join two of its axes.
+    """
+    first, second, *_ = ranks = gpc.get_ranks_in_group(group)
+    return rank // (second - first) % len(ranks)
+
+
+def _chunk(length: int, rank: int) -> tuple[int, int]:
+    """Return where the part of a data-parallel rank starts, and its length; it may be 0."""
+    # FSDP cuts as torch.chunk does: the last parts may be smaller, or empty.
+    size = -(-length // gpc.get_world_size(ParallelMode.DATA))
+    start = min(size * position_of(rank, ParallelMode.DATA), length)
+    return start, min(size, length - start)
+
+
 @dataclass(frozen=True)
 class Shard:
     """How a parameter is sharded; the attribute ``shard`` of this rank's local tensor.
@@ -56,8 +73,9 @@ class Shard:
             and v).
         transposed: whether the shard is stored as [in, out], as Colossal-AI's products take it.
         shape: shape of the full parameter.
-        part: (dimension, start, length) of this shard that this data-parallel rank has with
-            ``zero``.
+        part: the dimension of the shard that ``zero`` cuts over the data-parallel ranks.
+
+    A ``rank`` is a global one.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -66,7 +84,7 @@ class Shard:
     fused: int = 1
     transposed: bool = False
     shape: tuple[int, ...] = ()
-    part: tuple[int, int, int] | None = None
+    part: int | None = None
 
     @property
     def copies(self) -> int:
@@ -74,29 +92,41 @@ class Shard:
         group = self.replicated_over
         return 1 if group is None else gpc.get_world_size(group)
 
-    def cut(self, full: Tensor) -> Tensor:
-        """Return a copy of this rank's shard of ``full``."""
-        local = self._orient(self._view(full).flatten(0, 1))
-        if self.part:
-            local = local.narrow(*self.part)
+    def cut(self, full: Tensor, rank: int | None = None) -> Tensor:
+        """Return a copy of the shard of ``full`` that ``rank`` has, by default this one."""
+        rank = gpc.get_global_rank() if rank is None else rank
+        local = self._orient(self._view(full, rank).flatten(0, 1))
+        if self.part is not None:
+            local = local.narrow(self.part, *_chunk(local.shape[self.part], rank))
         return local.clone(memory_format=torch.contiguous_format)
 
-    def write(self, local: Tensor, full: Tensor) -> None:
-        """Copy ``local``, this rank's shard, to its position in ``full``."""
-        if self.part:
-            # This data-parallel rank fills only its part of the tensor-parallel shard.
-            padded = replace(self, part=None).cut(full)
-            padded.narrow(*self.part).copy_(local)
+    def write(self, local: Tensor, full: Tensor, rank: int) -> None:
+        """Copy ``local``, the shard of ``rank``, to its position in ``full``."""
+        if self.part is not None:
+            # A data-parallel rank fills only its part of the tensor-parallel shard.
+            padded = replace(self, part=None).cut(full, rank)
+            padded.narrow(self.part, *_chunk(padded.shape[self.part], rank)).copy_(local)
             local = padded
-        self._view(full).copy_(self._orient(local).unflatten(0, (self.fused, -1)))
+        self._view(full, rank).copy_(self._orient(local).unflatten(0, (self.fused, -1)))
 
-    def _view(self, full: Tensor) -> Tensor:
-        """Return this rank's shard of ``full``, before ``part``, as a view [fused, ...]."""
+    def local_shape(self, rank: int) -> list[int]:
+        """Return the shape of the shard that ``rank`` has."""
+        shape = list(self.shape)
+        for dim, group in self.cuts:
+            shape[dim] //= gpc.get_world_size(group)
+        if self.transposed:
+            shape.reverse()
+        if self.part is not None:
+            _, shape[self.part] = _chunk(shape[self.part], rank)
+        return shape
+
+    def _view(self, full: Tensor, rank: int) -> Tensor:
+        """Return the shard of ``full``, before ``part``, as a view [fused, ...]."""
         view = full.unflatten(0, (self.fused, -1))  # for qkv: [3 D, D] to [3, D, D]
         for dim, group in self.cuts:
             # 3d cuts one dimension twice: each cut is of the last one's result.
             view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1))
-            view = view.select(dim + 1, gpc.get_local_rank(group))
+            view = view.select(dim + 1, position_of(rank, group))
         return view
 
     def _orient(self, matrix: Tensor) -> Tensor:

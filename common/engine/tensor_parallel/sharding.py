@@ -5,7 +5,9 @@ A sharded parameter has an attribute ``shard`` (`layout.Shard`); others are the 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import chain, repeat
+from math import prod
 from typing import Any
 
 import torch
@@ -152,21 +154,20 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
     A tensor that is not sharded is returned as it is, on all ranks.
     """
     value = parameter.detach() if value is None else value
-    shard = getattr(parameter, "shard", None)
-    if shard is None:
+    if not hasattr(parameter, "shard"):
         return value
-    full = _pad_with_zeros(shard, value)
     group = sharing_group([parameter])
-    first = gpc.get_ranks_in_group(group)[0]
-    # Sum tensors that are 0 outside of each rank's shard: one collective, whatever the layout.
-    dist.reduce(full, first, group=gpc.get_group(group))
-    return full if gpc.get_local_rank(group) == 0 else None
+    shards = [parameter.shard] if gpc.get_local_rank(group) == 0 else []
+    others: list[list[Tensor]] = [[] for _ in gpc.get_ranks_in_group(group)[1:]]
+    full_tensors = _gather(group, [[value], *others], shards)
+    return full_tensors[0] if full_tensors else None
 
 
 def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
     """Return the group over which a model is sharded, given any of its sharded parameters."""
     # ZeRO shards over the data-parallel ranks too
-    return ParallelMode.GLOBAL if parameters and parameters[0].shard.part else TENSOR
+    is_zero = parameters and parameters[0].shard.part is not None
+    return ParallelMode.GLOBAL if is_zero else TENSOR
 
 
 def local_shard(parameter: nn.Parameter, full: Tensor) -> Tensor:
@@ -186,43 +187,61 @@ def map_full(
     parameters: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return this rank's shards of ``function(full tensors)``.
+    """Return this rank's shards of ``function(full tensors)``; two collectives.
 
     ``values`` are sharded like their ``parameters``. Rank i of the R ranks that share a model
-    gathers and computes tensors i, i + R, i + 2 R, ..., and broadcasts the results. ``function``
-    returns a tensor for each that it is given.
+    gathers and computes tensors i, i + R, i + 2 R, ..., and sends each rank its shards of the
+    results. ``function`` returns a tensor for each that it is given.
     """
     group = sharing_group(parameters)
     ranks = gpc.get_ranks_in_group(group)
-    handle = gpc.get_group(group)
-    rank = gpc.get_local_rank(group)
-    full_tensors = []
-    for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-        full = _pad_with_zeros(parameter.shard, value)
-        owner = number % len(ranks)
-        dist.reduce(full, ranks[owner], group=handle)
-        if owner == rank:
-            full_tensors.append(full)
+    shards = [parameter.shard for parameter in parameters]
+    by_owner = [slice(owner, None, len(ranks)) for owner in range(len(ranks))]
+    local = by_owner[gpc.get_local_rank(group)]
+    full_tensors = _gather(group, [values[owner] for owner in by_owner], shards[local])
     # There may be fewer tensors than ranks.
-    results = iter(function(full_tensors) if full_tensors else [])
-    shards = []
-    for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
-        owner = number % len(ranks)
-        # `results` has the tensors of this rank in the order in which it has gathered them.
-        full = next(results) if owner == rank else value.new_empty(parameter.shard.shape)
-        dist.broadcast(full, ranks[owner], group=handle)
-        shards.append(parameter.shard.cut(full))
-    return shards
+    results = function(full_tensors) if full_tensors else []
+    sent = [list(map(Shard.cut, shards[local], results, repeat(rank))) for rank in ranks]
+    shapes = [value.shape for value in values]
+    received = _exchange(group, sent, [shapes[owner] for owner in by_owner], values[0])
+    return [received[number % len(ranks)][number // len(ranks)] for number in range(len(values))]
 
 
-def _pad_with_zeros(shard: Shard, value: Tensor) -> Tensor:
-    """Return a full tensor with ``value`` at its position, or only 0 on ranks with a copy of it."""
-    full = value.new_zeros(shard.shape)
-    # The sum over ranks must count each element once.
-    is_first = shard.replicated_over is None or gpc.get_local_rank(shard.replicated_over) == 0
-    if is_first:
-        shard.write(value, full)
-    return full
+def _gather(
+    group: ParallelMode, values_by_owner: Sequence[Sequence[Tensor]], shards: Sequence[Shard]
+) -> list[Tensor]:
+    """Return the full tensors of this rank, one for each of ``shards``; one collective.
+
+    ``values_by_owner`` are this rank's shards of the full tensors of each rank of ``group``.
+    """
+    ranks = gpc.get_ranks_in_group(group)
+    like, *_ = chain(*values_by_owner)
+    shapes = [list(map(Shard.local_shape, shards, repeat(rank))) for rank in ranks]
+    full_tensors = [like.new_empty(shard.shape) for shard in shards]
+    received = _exchange(group, values_by_owner, shapes, like)
+    for rank, tensors in zip(ranks, received, strict=True):
+        for shard, local, full in zip(shards, tensors, full_tensors, strict=True):
+            shard.write(local, full, rank)
+    return full_tensors
+
+
+def _exchange(
+    group: ParallelMode,
+    tensors_by_rank: Sequence[Sequence[Tensor]],
+    shapes_by_rank: Sequence[Sequence[Sequence[int]]],
+    like: Tensor,
+) -> list[Sequence[Tensor]]:
+    """Send each rank of ``group`` its tensors; return what each has sent. All are ``like`` one."""
+    flat = torch.cat([like.new_empty(0), *map(torch.flatten, chain(*tensors_by_rank))])
+    to_send = [sum(map(Tensor.numel, tensors)) for tensors in tensors_by_rank]
+    to_receive = [sum(map(prod, shapes)) for shapes in shapes_by_rank]
+    received = like.new_empty(sum(to_receive))
+    dist.all_to_all_single(received, flat, to_receive, to_send, group=gpc.get_group(group))
+    results = []
+    for message, shapes in zip(received.split(to_receive), shapes_by_rank, strict=True):
+        tensors = message.split([*map(prod, shapes)])
+        results.append(list(map(Tensor.view, tensors, shapes)))
+    return results
 
 
 def full_model_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -319,13 +338,22 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).norm()
 
 
-def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared norms of P full tensors from those of their shards; one all-reduce.
+def build_reduce_norms() -> Callable[[Tensor, list[Tensor]], Tensor]:
+    """Return a function of R rows of squared norms of P shards, [R, P], and their parameters.
 
-    R rows are norms of R different tensors (the weight, the update) of each parameter.
+    It returns the squared norms of the full tensors, by one all-reduce. R rows are norms of R
+    different tensors (the weight, the update) of each parameter.
     """
-    # Where n ranks have a copy, each counts 1 / n.
-    shares_P = torch.tensor([1 / p.shard.copies for p in parameters], dtype=squares_RP.dtype)
-    squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
-    dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
-    return squares_RP
+
+    @cache  # each call would copy the list to the GPU again
+    def shares(copies: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Where n ranks have a copy, each counts 1 / n.
+        return torch.tensor([1 / number for number in copies], dtype=dtype, device=device)
+
+    def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
+        copies = tuple(parameter.shard.copies for parameter in parameters)
+        squares_RP = squares_RP * shares(copies, squares_RP.dtype, squares_RP.device)
+        dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
+        return squares_RP
+
+    return reduce_norms

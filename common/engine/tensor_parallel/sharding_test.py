@@ -5,14 +5,15 @@ parity_test.py and amp_test.py compare whole models.
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from common.engine.tensor_parallel.layers import ShardedLinear, ShardedNorm
-from common.engine.tensor_parallel.layout import LAYOUTS
-from common.engine.tensor_parallel.sharding import global_grad_norm
+from common.engine.tensor_parallel.layout import LAYOUTS, Shard
+from common.engine.tensor_parallel.sharding import build_reduce_norms, global_grad_norm
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
 from common.testing.parity_cases import (
@@ -137,6 +138,19 @@ def test_products_are_in_autocasts_dtype(dtype):
     with torch.autocast("cpu", dtype):
         assert layer(torch.ones(2, 4)).dtype == dtype
     assert layer(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_the_shares_of_norms_are_copied_to_the_device_once(monkeypatch):
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.shard = Shard()
+    make = mock.Mock(wraps=torch.tensor)
+    monkeypatch.setattr(torch, "tensor", make)
+    with launched():
+        reduce_norms = build_reduce_norms()
+        for _ in range(2):
+            assert reduce_norms(torch.ones(2, 3), parameters).tolist() == [[1.0] * 3] * 2
+    assert make.call_count == 1
 
 
 def test_the_norm_of_gradients_in_half_precision_may_exceed_its_range():

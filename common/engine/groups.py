@@ -1,5 +1,6 @@
 """Process groups and random state: Colossal-AI's parallel context, repaired."""
 
+import os
 import random
 import sys
 import threading
@@ -106,6 +107,11 @@ class RepairedContext(ParallelContext):
         config: Any = self.config
         world_size = self.get_world_size(ParallelMode.GLOBAL)
         config.parallel = Config(resolve_parallel(config.get("parallel"), world_size))
+        if config.parallel["tensor"]["mode"]:
+            # Collectives of several groups are in flight at once (rows and columns, or tensor and
+            # data): NCCL 2.26 and later then launches them in the order of the host, or GPUs that
+            # start them in different orders wait for each other forever.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         new_group = dist.new_group
 
         def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | int:

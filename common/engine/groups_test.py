@@ -15,6 +15,7 @@ from common.engine.groups import join_groups, shutdown
 from common.engine.upstream import ParallelMode, check_version, gpc
 from common.errors import UserError
 from common.testing.commands import run_python
+from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
 
 
@@ -39,6 +40,24 @@ def test_groups_and_relaunch():
     for rank, (together, single) in enumerate(run_ranks(2, groups_of_two_launches)):
         assert (together[0]["mode"], *together[1:]) == ("1d", [rank], [0, 1])
         assert single == (fresh, [0], [0])
+
+
+def launch_order(config: dict, value: str | None) -> str | None:
+    """Return the variable of NCCL after a launch that found ``value`` in it."""
+    os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
+    if value:
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = value
+    with launched(**config):
+        return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [("dp2", None, None), ("1d-2", None, "1"), ("2d-4", None, "1"), ("2d-4", "0", "0")],
+)
+def test_nccl_keeps_the_hosts_order_of_several_groups_collectives(case, before, after):
+    ranks, config = CASES[case]
+    assert run_ranks(ranks, launch_order, config, before) == [after] * ranks
 
 
 def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):

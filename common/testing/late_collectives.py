@@ -7,7 +7,6 @@ two groups in different orders. On GPUs the first is a race, the second a deadlo
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -123,16 +122,24 @@ def late_collectives() -> Iterator[Ledger]:
         yield ledger
 
 
-def disagreement(ledgers: Sequence[Sequence[Entry]]) -> str | None:
-    """Return where two ranks first differ in the collectives that both take part in."""
-    for one, other in combinations(range(len(ledgers)), 2):
-        shared = [
-            [entry for entry in ledgers[rank] if {one, other} <= set(entry[2])]
-            for rank in (one, other)
-        ]
-        for number, (first, second) in enumerate(zip(*shared, strict=False)):
-            if first != second:
-                return f"ranks {one} and {other}, collective {number}: {first}, {second}"
-        if len(shared[0]) != len(shared[1]):
-            return f"ranks {one} and {other}: {len(shared[0])} and {len(shared[1])} collectives"
-    return None
+def stall(ledgers: Sequence[Sequence[Entry]]) -> str | None:
+    """Return where GPUs that run the ledgers of their ranks in order wait forever, if they do.
+
+    A collective runs when it is the next one on all of its ranks. Two of them may only be in wrong
+    orders by way of others: rows and columns of a square have one rank in common.
+    """
+    done = [0] * len(ledgers)
+    while True:
+        following = [ledger[index:][:1] for ledger, index in zip(ledgers, done, strict=True)]
+        running = {
+            entry
+            for entries in following
+            for entry in entries
+            if all(following[rank] == [entry] for rank in entry[2])
+        }
+        if not running:
+            break
+        for rank, entries in enumerate(following):
+            done[rank] += running.issuperset(entries) and len(entries)
+    waiting = {rank: entries[0] for rank, entries in enumerate(following) if entries}
+    return f"ranks wait for each other: {waiting}" if waiting else None

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.testing.late_collectives import disagreement, late_collectives
+from common.testing.late_collectives import Entry, late_collectives, stall
 from common.testing.ranks import launched, run_ranks
 
 
@@ -49,23 +49,40 @@ def two_orders(x: Tensor, groups: list) -> None:
         work.wait()
 
 
-@pytest.mark.parametrize(
-    ("start", "message"), [(same_order, None), (two_orders, "ranks 0 and 1, collective 0: ")]
-)
-def test_the_order_of_two_ranks_is_compared(start, message):
-    found = disagreement(run_ranks(2, orders, start))
-    assert found is None if message is None else found.startswith(message)
+@pytest.mark.parametrize(("start", "stalls"), [(same_order, False), (two_orders, True)])
+def test_two_orders_would_stall(start, stalls):
+    assert (stall(run_ranks(2, orders, start)) is not None) == stalls
+
+
+def entry(group: str, ranks: str, numel: int = 2, dtype: str = "torch.float32") -> Entry:
+    return "allreduce_", group, tuple(map(int, ranks)), dtype, numel, ()
+
+
+SUM = entry("0", "01")
+ROWS = entry("a", "01"), entry("b", "23")
+COLUMNS = entry("c", "02"), entry("d", "13")
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("ledgers", "waiting"),
     [
-        ([], "ranks 0 and 1: 1 and 0 collectives"),
-        ([("allreduce_", "0", (0, 1), "torch.float32", 3, ())], "ranks 0 and 1, collective 0: "),
-        ([("allreduce_", "0", (0, 1), "torch.float16", 2, ())], "ranks 0 and 1, collective 0: "),
-        ([("allreduce_", "1", (1, 2), "torch.float32", 2, ())], "ranks 0 and 1: 1 and 0"),
+        ([[SUM, SUM], [SUM, SUM]], ()),
+        ([[SUM], []], (0,)),
+        ([[SUM], [entry("0", "01", numel=3)]], (0, 1)),
+        ([[SUM], [entry("0", "01", dtype="torch.float16")]], (0, 1)),
+        # A square: no two ranks have two groups in common.
+        ([[ROWS[i // 2], COLUMNS[i % 2]] for i in range(4)], ()),
+        (
+            [
+                [ROWS[0], COLUMNS[0]],
+                [COLUMNS[1], ROWS[0]],
+                [COLUMNS[0], ROWS[1]],
+                [ROWS[1], COLUMNS[1]],
+            ],
+            (0, 1, 2, 3),
+        ),
     ],
 )
-def test_the_ranks_of_a_group_take_part_in_the_same_collectives(second, message):
-    first = [("allreduce_", "0", (0, 1), "torch.float32", 2, ())]
-    assert disagreement([first, second]).startswith(message)
+def test_the_ranks_that_wait_forever_are_named(ledgers, waiting):
+    found = stall(ledgers) or ""
+    assert tuple(rank for rank in range(4) if f"{rank}: (" in found) == waiting

@@ -40,6 +40,7 @@ FORMULAS = {
         ATEN._scaled_dot_product_flash_attention_backward
     ],
 } | flop_registry
+COUNTED: dict[str, int] = {}  # results of `flops_per_image`, which a start asks for several times
 
 
 def flops_per_image(model: Values, frozen: str | None = None, image_size: int | None = None) -> int:
@@ -53,8 +54,15 @@ def flops_per_image(model: Values, frozen: str | None = None, image_size: int | 
 
     Raises `UserError` for images that the model does not take.
     """
-    built = build_on_meta(dict(model)).eval()
     size = image_size or model["image_size"]
+    key = repr((model, frozen, size))
+    if key not in COUNTED:
+        COUNTED[key] = _count(model, frozen, size)
+    return COUNTED[key]
+
+
+def _count(model: Values, frozen: str | None, size: int) -> int:
+    built = build_on_meta(dict(model)).eval()
     try:
         with FlopCount() as count, torch.no_grad():
             built(torch.empty(1, 3, size, size, device="meta"))

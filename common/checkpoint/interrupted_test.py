@@ -19,7 +19,6 @@ from common.checkpoint.save import list_checkpoints
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
 from common.testing.commands import Ended, run_forked
-from common.testing.ranks import import_once
 
 SETTINGS = (
     "CHECKPOINT_EVERY=3",
@@ -42,7 +41,6 @@ def run(data: Path, output: Path, inject: Inject = lambda: None, code: int = 0) 
         inject()
         tiny_task.train(data, output, *SETTINGS)
 
-    import_once()
     return run_forked(main, code=code)
 
 

@@ -1,5 +1,6 @@
 """Run commands as a user does, with output and exit status, without starting Python anew."""
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import _python_exit
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,21 @@ class Ended(NamedTuple):
 
 Main = Callable[[list[str]], object]
 TIMEOUT = 240.0  # seconds
+LATE_IMPORTS = ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg")
+LATE_IMPORTS += ("timm.data", "timm.models", "rich.logging")
+
+
+@cache
+def import_once() -> None:
+    """Do once what training does first, instead of in each forked process: late imports, a count of
+    FLOPs, the measurement of the CPU's peak (3 s).
+    """
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    # here, as most users of this file need no torch
+    torch = importlib.import_module("torch")
+    flops = importlib.import_module("common.model.flops")
+    flops.peak_images_per_s({"image_size": 224}, None, 1, torch.device("cpu"))
 
 
 @contextmanager
@@ -39,6 +56,7 @@ def forked(
     main: Main, argv: Sequence[object] = (), **environ: str
 ) -> Iterator[tuple[BaseProcess, Path, Path]]:
     """Run ``main(argv)`` as a script does; yield its process and the files of stdout and stderr."""
+    import_once()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         for path in outputs:

@@ -1,6 +1,5 @@
 """A launched process, or several ranks, within a test."""
 
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from common.engine.groups import join_groups, shutdown
+from common.testing.commands import import_once
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
@@ -61,12 +61,6 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
             process.kill()
             process.join()
             process.close()
-
-
-def import_once() -> None:
-    """Import what training imports late, once, instead of in each forked process (4 s)."""
-    for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        importlib.import_module(name)
 
 
 def _run_rank(

@@ -53,7 +53,7 @@ def test_a_linear_model_has_the_formulas_values(fp16):
         model,
         lambda w, x: (w - x).square().sum(1).mean() / 2,
         draw,
-        2000,
+        400,
         gradient_accumulation=4,
         fp16=fp16,
     )

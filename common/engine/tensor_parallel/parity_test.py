@@ -49,7 +49,8 @@ TOLERANCE = 1e-4 if ON_GPUS else 1e-5
 # optimizer, what is frozen, and what the model has beside the plain one's parts
 TRAINED = {name: (name, None, {}) for name in OPTIMIZERS} | {
     "lamb": ("lamb", None, {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}),
-    "muon, SwiGLU": ("muon", None, MODERN),
+    # matrices that are stacked, square, wide and tall
+    "muon": ("muon", None, MODERN | {"mlp_ratio": 4.0}),
     "sgd": ("sgd", None, {"position": "sincos2d", "pool": "avg"}),
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),

@@ -18,6 +18,10 @@ os.register_at_fork(after_in_child=gc.freeze)
 # Cases of eight processes run in CI only, but for the equality with one process.
 EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 EQUALITY = ("parity_test.py", "upstream_layers_test.py")
+# Files of a minute or half of one, which compute or wait: they start first, so that no process has
+# one left when the others have ended.
+LONGEST = ("parity_test.py", "hook_test.py", "lost_ranks_test.py", "step_estimate_test.py")
+LONGEST += ("keys_test.py", "sweep_test.py", "compiled_test.py", "signals_test.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,3 +46,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = item.name.partition("[")[2]
         if item.path.name not in EQUALITY and any(name in case for name in EIGHT_PROCESSES):
             item.add_marker("slow")
+    items.sort(key=lambda item: item.path.name not in LONGEST)

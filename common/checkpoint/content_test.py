@@ -1,5 +1,6 @@
 """Whatever is in the folder of a run, it is read, or refused in one line."""
 
+import copy
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from common.model.build import build_model
 from common.testing.checkpoints import build_about, build_content
 from common.tools.report import load_run, render
 
+ABOUT = build_about()
 DAMAGED = (*FILES, f"../../{CONFIG}", f"../../{METRICS}")
 JUNK = [None, True, -1, 10**9, 2**63, 1e308, "", "\x1b[2J", "é" * 300, [], {}, [[1]], {"x": 1}]
 
@@ -56,8 +58,8 @@ def evaluate(run: Path) -> None:
 
 def resume(run: Path) -> None:
     path = choose_checkpoint("auto", run)
-    changed_keys(path, build_about()["config"])
-    add_start(build_about(), path)
+    changed_keys(path, ABOUT["config"])
+    add_start(copy.deepcopy(ABOUT), path)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,9 @@ def test_a_changed_value_is_refused_in_one_line(tmp_path_factory, name, seed):
     sums = [f"{sha256_of(path / each)}  {each}\n" for each in FILES]
     (path / MARKER).write_text("".join(sums))
     refusals = []
-    for read in (report, evaluate, resume):
+    # a report reads no tensors, and takes the longest to draw
+    readers = (evaluate, resume) if name.endswith(".safetensors") else (evaluate, resume, report)
+    for read in readers:
         try:
             read(run)
         except UserError as error:

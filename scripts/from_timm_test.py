@@ -29,7 +29,7 @@ TINY += ["MODEL.depth=1", "MODEL.num_classes=5"]
 def options_of(optimizer: Optimizer, parameter: Tensor) -> list[Any]:
     """Return what the next step updates a parameter with, beside its gradient."""
     groups = optimizer.param_groups
-    group = next(group for group in groups if any(p is parameter for p in group["params"]))
+    (group,) = (group for group in groups if id(parameter) in map(id, group["params"]))
     return [group["lr"], group["weight_decay"], *group["betas"], group["eps"]]
 
 

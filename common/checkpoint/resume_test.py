@@ -50,7 +50,8 @@ def test_the_newest_is_chosen(tmp_path):
 
 def test_a_branch_is_resumed_from_its_own_checkpoint(tmp_path):
     (first,) = write(tmp_path, 9)
-    (own,) = write(branch := tmp_path / "branch", 10)
+    branch = tmp_path / "branch"
+    (own,) = write(branch, 10)
     for origin, resume in (("/gone/run/step", "/gone/run"), (str(first), str(tmp_path))):
         starts = [{"from": "/other"}, {"from": origin}, {"from": str(own)}]
         (branch / "config.json").write_text(json.dumps(build_about() | {"starts": starts}))

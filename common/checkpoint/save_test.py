@@ -42,7 +42,8 @@ def test_checksums_and_modes_are_those_of_the_shell(small, tmp_path):
         ["sha256sum", "--check", "--strict", "COMPLETE"], cwd=small, check=True, capture_output=True
     )
     (tmp_path / "new").touch()
-    assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
+    mode = (tmp_path / "new").stat().st_mode
+    assert {file.stat().st_mode for file in small.iterdir()} == {mode}
 
 
 def write_and_die(path: Path, calls: int) -> bool:
@@ -79,16 +80,15 @@ def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small)
         seen.append(value_of(small))
         write_small(small, 1.0)
     assert value_of(small) == 2.0
-    assert seen == [1.0] * (len(seen) - 1) + [
-        2.0
-    ]  # the last call comes after the new one is in its place
+    *earlier, last = seen
+    assert set(earlier) == {1.0}
+    assert last == 2.0  # this call comes after the new one is in its place
     assert len(seen) == 19  # make the folder, write and sync 7 files, sync, rename twice, sync
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    (write_small(later := checkpoint_path(tmp_path, 99)) / "model.safetensors").write_bytes(
-        b"damaged"
-    )
+    later = write_small(checkpoint_path(tmp_path, 99))
+    (later / "model.safetensors").write_bytes(b"damaged")
     for step in range(1, 7):
         path = write_small(checkpoint_path(tmp_path, step))
         if step == 2:

@@ -318,7 +318,18 @@ def test_the_documentation_lists_the_keys_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999]
+    "value",
+    [
+        "None",
+        "1",
+        "-1",
+        "1e999",
+        "x",
+        "(0, 2)",
+        "{'a': 7}",
+        "{[1]: 2}",
+        f"{'':(<999}",  # 999 brackets
+    ],
 )
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line(tmp_path, value):
     for key in known_keys():

@@ -35,7 +35,8 @@ def test_the_noise_scale_of_the_first_steps_gives_the_steps_of_other_batches(
     trained = [record["noise_scale"] for record in records if record["kind"] == "train"]
     assert found.tolist() == [scale or math.inf for scale in trained[:9]]
     critical = found[-1]
-    low, high = np.array([min(found[-3:]), max(found[-3:])]) / critical
+    low = min(found[-3:]) / critical
+    high = max(found[-3:]) / critical
     words = f"at step 9 ({low:.1f}x to {high:.1f}x over the last third)"
     name = "critical batch (the noise scale)"
     assert f"{name} about {critical:.2g} images {words}" in " ".join(said.split())

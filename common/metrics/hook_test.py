@@ -1,5 +1,6 @@
 """A train record against a clock of which every second is known."""
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -63,7 +64,8 @@ def fit(folder: Path, monkeypatch: pytest.MonkeyPatch, *hooks: Any) -> Trained:
         model = nn.Linear(3, 2)
         model.register_forward_hook(lambda *_: let_pass(1))
         model.weight.register_hook(lambda _: let_pass(3))  # in the backward pass
-        batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 6
+        batch = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+        batches = list(itertools.repeat(batch, 6))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, criterion, batches, batches)
         logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)

@@ -85,7 +85,13 @@ def test_curves_have_a_gap_where_the_loss_is_not_finite_and_are_not_drawn_often(
     for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
         file(record)
     file.close()
-    for seconds, record, drawings in ((99, EVAL, 0), (0, TRAIN, 0), (0, EVAL, 2), (99, EVAL, 2)):
+    cases = [
+        (99, EVAL, 0),
+        (0, TRAIN, 0),
+        (0, EVAL, 2),
+        (99, EVAL, 2),
+    ]
+    for seconds, record, drawings in cases:
         monkeypatch.setattr(curves, "DRAWING_EVERY", seconds)
         logger(record)
         assert save.call_count == drawings

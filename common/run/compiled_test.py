@@ -21,10 +21,8 @@ AUTOCAST = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')"
 DROPS = ("MODEL.dropout=0.1", "MODEL.drop_path=0.2")
 TIMM = "MODEL=dict(timm='{}', image_size=32)"
 GROWING = ["IMAGE_SIZES=[(1, 8, 16), (1, 24)]", "NUM_EPOCHS=3", "MAX_STEPS=9"]
-WHOLE = (
-    2,
-    0,
-)  # graphs, one of all blocks in training and one in evaluation, and none that is broken
+# graphs, one of all blocks in training and one in evaluation, and none that is broken
+WHOLE = (2, 0)
 
 
 def train(
@@ -68,15 +66,17 @@ inductor = partial(slow, "inductor")
 def test_losses_names_and_graphs(
     backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path, capfd
 ):
-    settings, outcomes = [setting.format(eager=eager) for setting in settings], []
+    settings = [setting.format(eager=eager) for setting in settings]
+    outcomes = []
     for compiled, expected in (("False", (0, 0)), (how, graphs)):
         output = tmp_path / compiled
         work = partial(train, data, output, compiled, *settings, backend=backend)
-        assert run_ranks(ranks, work) == [expected] * ranks
+        assert set(run_ranks(ranks, work)) == {expected}
         outcomes.append([record["loss"] for record in read_metrics(output)])
         assert open_run(str(output)).load_weights()
     assert outcomes[1] == pytest.approx(outcomes[0], rel=tolerance)
-    assert capfd.readouterr().out.count(", 1 graph compiled\n") == 3 * (settings == GROWING)
+    said = 3 if settings == GROWING else 0
+    assert capfd.readouterr().out.count(", 1 graph compiled\n") == said
 
 
 def test_a_compiler_that_fails_is_one_line_with_the_remedy(data, tmp_path):

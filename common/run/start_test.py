@@ -23,6 +23,7 @@ from common.testing.commands import Ended, run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import train
 
+TORCH = "fp16=dict(mode=AMP_TYPE.TORCH)"
 STARTED = (  # no more samples a batch than there are, as --dry-run says
     "training and 45 evaluation images, 7 classes global batch 1 process x 14 x 1 = 14 1 of 10 "
     "steps, 5 per epoch "
@@ -82,7 +83,7 @@ def train_alike(data: Path, output: Path, settings: list[str], lost: str) -> str
     ("settings", "lost", "words"),
     [
         (["DATA.workers=0", "DATA.workers=1"], "", ()),
-        (["fp16=dict(mode=AMP_TYPE.TORCH)"] * 2, "", ("fp16.dtype=float32 (rank 0: bfloat16)",)),
+        ([TORCH, TORCH], "", ("fp16.dtype=float32 (rank 0: bfloat16)",)),
         (["SEED=1", "SEED=2"], "train/red/04.png", ("data=69 images", "SEED=2 (rank 0: 1); all ")),
     ],
 )

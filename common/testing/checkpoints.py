@@ -111,7 +111,8 @@ def read_result(output: Path) -> dict[str, Any]:
     last = newest_checkpoint(output / "checkpoints")
     assert last, f"{output}: no checkpoint"
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
-    records = [
-        {k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)
-    ]
+    records = read_metrics(output)
+    for record in records:
+        for name in MEASURED:
+            record.pop(name, None)
     return files | {TRAINER: read_trainer_state(last), METRICS: records}

@@ -20,15 +20,23 @@ def write_photographs(
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < DIFFERENT:
-            coarse = random.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-            smooth = np.asarray(
-                Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16
+            coarse = Image.fromarray(
+                random.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
             )
-            pixels = (smooth + random.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
+            smooth = coarse.resize((width, height), Image.Resampling.BICUBIC)
+            pixels = np.asarray(smooth, np.int16)
+            pixels = pixels + random.integers(-12, 13, pixels.shape)
+            pixels = pixels.clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(path, quality=85)
         else:
             path.hardlink_to(paths[number % DIFFERENT])
     return folder
+
+
+def noise_image(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Return an image each of whose values is random."""
+    random = np.random.default_rng(seed)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
 
 
 def write_colours(

@@ -49,8 +49,7 @@ def test_long_names_differ_and_have_room(data, names, tmp_path, capsys, figures)
     evaluate.main([str(run)])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert max(map(len, rows)) <= 80
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows if re.match(r"\| +\d", row)]
-    of_label = {int(row[1]): row[2] for row in cells}
+    of_label = dict(re.findall(r"^\| +(\d+) \| *(.*?) *\|", "\n".join(rows), re.MULTILINE))
     assert len(set(of_label.values())) == len(set(names))
     ((axes, _),) = (figure.axes for figure in figures)
     axes.figure.draw_without_rendering()  # at its own resolution

@@ -60,7 +60,7 @@ def test_other_settings_have_results_of_their_own(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
     names = tmp_path / "names.txt"
     names.write_text("\n".join(NAMES))
-    long = "DATA.mean=(0.4" + "0" * 300 + ",0.5,0.5)"
+    long = f"DATA.mean=({0.4:.300f},0.5,0.5)"
     commands = [
         [],
         ["--set=DATA.eval_crop=0.5"],
@@ -85,7 +85,8 @@ def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_p
     run = train(data, tmp_path / "run", "EMA=0.9")
     evaluate_run(run)
     evaluate_run(run, "--raw", "--output", tmp_path / "raw")
-    averages, weights = read(run), json.loads((tmp_path / "raw" / "evaluation.json").read_text())
+    averages = read(run)
+    weights = json.loads((tmp_path / "raw" / "evaluation.json").read_text())
     assert metrics_of(averages) == metrics_of(read_metrics(run)[-1])  # as in training
     assert averages["loss"] != weights["loss"]
     for record, raw in ((averages, False), (weights, True)):
@@ -99,7 +100,8 @@ def test_the_classes_of_the_lowest_recall_are_printed(run, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "the 2 of 7 classes with the lowest recall" in said
     with open(run / "evaluation" / "step-00000010" / "classes.csv", newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: (float(row["recall"]), row["class"]))
+        rows = list(csv.DictReader(file))
+    rows.sort(key=lambda row: (float(row["recall"]), row["class"]))
     assert float(rows[0]["recall"]) < float(rows[-1]["recall"])
     shown = [line.split("|")[2].strip() for line in said.splitlines() if line[:1] == "|"]
     assert shown[2:4] == [row["class"] for row in rows[:2]]

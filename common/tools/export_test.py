@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.files import ROOT
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model
+from common.testing.photographs import noise_image
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train
 from common.tools import evaluate, export
 
@@ -52,8 +53,7 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
 def test_an_export_gives_timms_logits(run, target, tmp_path, capsys):
     export.main([str(run), "--to", target])
     folder = run / "export" / "step-00000010" / target
-    noise = np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8)
-    picture = Image.fromarray(noise).resize((40, 30))
+    picture = noise_image(6, 8, seed=3).resize((40, 30))
     expected = timm_logits(run, [picture])
     np.testing.assert_allclose(logits_of(folder, target, picture), expected, rtol=1e-4, atol=1e-5)
     about = json.loads((folder / "config.json").read_text())
@@ -107,7 +107,8 @@ def test_timm_gives_the_printed_top1_of_averages_with_the_documented_file(data, 
         model = timm.create_model(
             "vit_base_patch16_224", num_classes=7, checkpoint_path=str(path), **architecture
         )
-        top1[file] = (model.eval()(images).argmax(1) == torch.tensor(labels)).float().mean().item()
+        chosen = model.eval()(images).argmax(1)
+        top1[file] = chosen.eq(torch.tensor(labels)).float().mean().item()
         evaluate.main([str(averaged), *flags])
         assert f"top1={top1[file]:.4f} " in capsys.readouterr().out
     assert top1["model.safetensors"] != top1["raw.safetensors"]

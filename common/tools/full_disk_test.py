@@ -60,7 +60,7 @@ def test_an_evaluation(run, tmp_path, name, size, monkeypatch):
     monkeypatch.setattr("common.tools.full_disk_test.TOO_LITTLE", size)
     (tmp_path / name).write_text("of yesterday")
     # evaluation.json, which has the command, is longer than what is printed
-    long = f"--set=DATA.mean=(0.4{'0' * 3000},0.5,0.5)"
+    long = f"--set=DATA.mean=({0.5:.3000f},0.5,0.5)"
     words = ["evaluate", run, "--output", tmp_path, long]
     ended = run_forked(with_small_files, words, 2)
     line = f"error: {tmp_path / name}: cannot be written (File too large); free space or choose"

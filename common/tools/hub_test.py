@@ -4,26 +4,25 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
 from huggingface_hub.errors import EntryNotFoundError
-from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
 from common.checkpoint.weights import load_pretrained, resolve_source
 from common.errors import UserError
 from common.model.build import build_model
+from common.testing.photographs import noise_image
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train
 from common.tools import predict
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0)
 CFG = {
-    "mean": [0.5] * 3,
-    "std": [0.25] * 3,
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.25, 0.25, 0.25],
     "crop_pct": 0.9,
     "interpolation": "bicubic",
     "input_size": [3, 16, 16],
@@ -64,7 +63,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_by_timms_name_answers_as_in_timm(name, hub, tmp_path, capsys):
-    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
+    picture = noise_image(40, 60, seed=1)
     picture.save(tmp_path / "picture.png")
     predict.main([name, str(tmp_path / "picture.png"), "--json"])
     model = timm.create_model(f"hf-hub:timm/{name}", pretrained=True).eval()

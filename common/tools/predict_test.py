@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from common.checkpoint.saved_run import SavedRun, open_run
 from common.engine.predictor import Predictor
 from common.errors import PartialError, UserError
 from common.files import ROOT
+from common.testing.photographs import noise_image
 from common.testing.tiny_task import NAMES, timm_logits
 from common.tools import predict
 
@@ -33,8 +35,7 @@ ORIENTATION = 0x0112
 def pictures(tmp_path_factory) -> Path:
     """The same picture in many kinds of files; two have to be turned."""
     folder = tmp_path_factory.mktemp("pictures")
-    coarse = Image.fromarray(np.random.default_rng(1).integers(0, 256, (5, 6, 3), np.uint8))
-    picture = coarse.resize((60, 44), Image.Resampling.BICUBIC)
+    picture = noise_image(5, 6, seed=1).resize((60, 44), Image.Resampling.BICUBIC)
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     picture.save(folder / "a.png")
@@ -105,8 +106,7 @@ def test_a_model_without_an_answer_ends_with_2_whatever_follows(monkeypatch):
 
 def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "BATCH", 2)
-    noise = np.random.default_rng(2)
-    pictures = [Image.fromarray(noise.integers(0, 256, (20, 20, 3), np.uint8)) for _ in range(3)]
+    pictures = [noise_image(20, 20, seed) for seed in range(3)]
     for number, picture in enumerate(pictures):
         picture.save(tmp_path / f"{number}.png")
     file = tmp_path / "features.npy"
@@ -119,13 +119,18 @@ def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypa
 def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_path, monkeypatch):
     names = [f"{tmp_path}/{seed}.png" for seed in range(6)]
     for seed, name in enumerate(names):
-        pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), np.uint8)
-        Image.fromarray(pixels).save(name)
+        noise_image(40, 40, seed).save(name)
     expected = [answer["features"] for answer in predict.predict(open_run(str(run)), names)]
     opened = open_run(str(run))
-    # Between a thread's forward pass and what it reads of it, the others have their turn.
     forward = Predictor.__call__
-    monkeypatch.setattr(Predictor, "__call__", lambda *args: (forward(*args), time.sleep(0.01))[0])
+
+    def forward_and_wait(*args: Any) -> torch.Tensor:
+        """Let the other threads have their turn before this one reads of its forward pass."""
+        logits = forward(*args)
+        time.sleep(0.01)
+        return logits
+
+    monkeypatch.setattr(Predictor, "__call__", forward_and_wait)
     loaded = Mock(wraps=opened.load_model)
     monkeypatch.setattr(SavedRun, "load_model", lambda _: loaded())
     with ThreadPoolExecutor(6) as pool:

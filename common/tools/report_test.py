@@ -81,9 +81,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[list[float]]]:
 def test_summary(tmp_path, monkeypatch, drawn):
     speeds = [0.0, 1000.0, 30.0, 0.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
-    for step, (top1, loss) in enumerate([(0.9, None), (0.75, 2.0), (0.75, 1.0), (0.75, 3.0)]):
-        records.append(evaluation(step, top1, loss))
-    records.append(evaluation(4, 0.5))
+    records += [
+        evaluation(0, 0.9, None),
+        evaluation(1, 0.75, 2.0),
+        evaluation(2, 0.75, 1.0),
+        evaluation(3, 0.75, 3.0),
+        evaluation(4, 0.5),
+    ]
     # two fields that nobody named: one is no number
     others = {"time": 12400.0, "score": 0.25, "note": "text", "noise_scale": 30.0}
     records.append(train(5, loss=2.3456789, samples_per_s=None) | others)
@@ -117,8 +121,8 @@ def test_summary(tmp_path, monkeypatch, drawn):
         "Images per second, all GPUs",
         "score",
     ]
-    evaluated = [[0, math.nan], [1, 2], [2, 1], [3, 3], [4, 1]]
-    assert str(drawn[0]) == str([[[5.0, 2.3456789]], [[float(x), float(y)] for x, y in evaluated]])
+    evaluated = [[0.0, math.nan], [1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [4.0, 1.0]]
+    assert str(drawn[0]) == str([[[5.0, 2.3456789]], evaluated])  # where nan equals nan
     assert drawn[1] == [[[0, 90], [1, 75], [2, 75], [3, 75], [4, 50]]]
     assert drawn[3] == [[[5, 30]], [[0, 256], [1, 256]]]
     assert drawn[-1] == [[[5, 0.25]]]
@@ -209,8 +213,11 @@ def test_runs_of_different_batches_are_drawn_over_epochs(tmp_path, capsys):
 def test_positions_of_records(tmp_path):
     # stopped at 3,600 s; again from 10,000 s on, without a record, and from 20,000 s on
     starts = [{"started": when} for when in (0.0, 10000.0, 20000.0)]
-    records = [train(step, loss=1.0) | {"time": when} for step, when in ((5, 1800), (10, 3600))]
-    records.append(train(20, loss=1.0) | {"time": 21800.0})
+    records = [
+        train(5, loss=1.0) | {"time": 1800},
+        train(10, loss=1.0) | {"time": 3600},
+        train(20, loss=1.0) | {"time": 21800.0},
+    ]
     about = {"plan": {"last_step": 20, "total_batch": 32}, "starts": starts}
     run = report.load_run(write_run(tmp_path / "run", records, **about), "run")
     assert run.positions("step") == [5, 10, 20]
@@ -223,7 +230,7 @@ def test_of_a_long_list_the_page_has_the_first_and_whether_they_differ(tmp_path)
     names = [f"n{number:08d}" for number in range(1000)]
     folders = []
     for number in range(2):
-        weights = [1.0] * 1000
+        weights = [1.0 for _ in names]
         weights[700] += number
         data = {"class_names": names, "num_classes": 1000}
         folder = tmp_path / str(number)
@@ -275,8 +282,12 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
         "hardware": CPU,
     }
     # the best evaluation is not the last
-    records = [train(5, loss=3.0), evaluation(5, 0.875), train(10, loss=1.5), evaluation(10, 0.75)]
-    records[2]["noise_scale"] = 1934.4
+    records = [
+        train(5, loss=3.0),
+        evaluation(5, 0.875),
+        train(10, loss=1.5) | {"noise_scale": 1934.4},
+        evaluation(10, 0.75),
+    ]
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
     # a name that a spreadsheet would compute is text
     row = """1970-01-02,'=1+1,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,"""

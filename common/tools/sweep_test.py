@@ -48,16 +48,21 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.json").write_text(json.dumps(about))
 sys.exit("out of luck" if rate == 7 else 0)
 """
-# Trains, a step in a second until there is a file "go".
+# Trains; all steps but the first wait for a file "go", or for a signal.
 SLOW_TRAINER = """
-import sys, time
+import itertools, sys
 from pathlib import Path
 from common.engine.engine import Engine
 from common.errors import run_command
+from common.launch.signals import stop_signals
+from common.testing.commands import wait_until
 from common.testing.tiny_task import train
 train_step = Engine.train_step
+steps = itertools.count()
+go = Path(sys.argv[-1]).parent.with_name("go")
 def slow_step(*args, **options):
-    time.sleep(not Path(sys.argv[-1]).parent.with_name("go").exists())
+    if next(steps):
+        wait_until(lambda: go.exists() or stop_signals.received)
     return train_step(*args, **options)
 Engine.train_step = slow_step
 settings = [word for word in sys.argv[:-1] if "=" in word]
@@ -75,11 +80,9 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def tables(text: str) -> list[list[str]]:
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line[:1] == "|"
-    ]
+    """Return the cells of every row that ``text`` has."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    return [list(map(str.strip, row)) for row in rows]
 
 
 def started(words: list[str]) -> list[RecordedRun]:
@@ -122,7 +125,7 @@ def test_draws_are_the_same_in_every_command():
     drawn = sweep_grid.combine(grid, 9)
     assert len(drawn) == 18
     assert drawn[:4] == sweep_grid.combine(grid, 2)
-    assert [values["SEED"] for values in drawn[:4]] == ["1", "2"] * 2
+    assert [values["SEED"] for values in drawn[:4]] == ["1", "2", "1", "2"]
     rates = [float(values["RATE"]) for values in drawn]
     assert 1e-8 < min(rates) < 1e-5 < 1e-3 < max(rates) < 1
     decays = {float(values["DECAY"]) for values in drawn}
@@ -256,10 +259,11 @@ def test_a_run_that_fails_does_not_end_the_sweep(words, tmp_path, capsys):
         PartialError,
         match="^failed: LEARNING_RATE=7; rerun the command to resume what had started$",
     ):
-        sweep.main([*words, "--jobs=2", "--grid=LEARNING_RATE=7,1"])
+        sweep.main([*words, "--jobs=2", "--grid=LEARNING_RATE=7,1,3"])
     out, err = capsys.readouterr()
     assert err == f"{tmp_path}/sweep/LEARNING_RATE=7.log:\nout of luck\n"
-    assert [row[-1] for row in tables(out)[-6:-4]] == ["4", "2 of 4 (failed, exit status 1)"]
+    ranked = [row[-1] for row in tables(out)[-8:-5]]
+    assert ranked == ["4", "4", "2 of 4 (failed, exit status 1)"]
 
 
 def test_combinations_that_cannot_start_are_named_and_the_others_trained(words, capsys):
@@ -328,17 +332,17 @@ def test_tables_fit_in_80_columns_and_values_can_be_copied(words, capsys):
 def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_path):
     (tmp_path / "trainer.py").write_text(SLOW_TRAINER)
     settings = [f"--set=DATA.root={data}", "--set=LOG.every=1", "--set=EVAL_EVERY=100"]
-    settings += ["--set=NUM_EPOCHS=20", "--grid=LEARNING_RATE=log(1e-4,1e-3)"]
+    settings += ["--grid=LEARNING_RATE=log(1e-4,1e-3)", "--random=2", "--jobs=2"]
     command = [sys.executable, ROOT / "scripts" / "sweep.py", *words, *settings]
-    command += ["--random=3", "--jobs=2"]
 
     def count_training() -> int:
         return sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl"))
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
-        wait_until(lambda: count_training() == 2)
-        psutil.Process(it.pid).children()[0].kill()
-        wait_until(lambda: count_training() == 3)
+        wait_until(lambda: count_training() == 2, seconds=120)
+        killed = psutil.Process(it.pid).children()[0]
+        killed.kill()
+        wait_until(lambda: not psutil.pid_exists(killed.pid))  # the sweep has its exit status
         it.terminate()
         out, err = it.communicate(timeout=60)
     assert it.returncode == 128 + signal.SIGTERM
@@ -346,6 +350,6 @@ def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_pat
     assert err.endswith("the sweep was stopped; rerun the command to resume\n")
     (tmp_path / "go").touch()
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [row[3] for row in tables(ended.stdout)[-8:-5]] == ["1"] * 3  # n
+    assert [row[3] for row in tables(ended.stdout)[-6:-4]] == ["1", "1"]  # n
     resumed = [run.about["starts"][-1]["step"] > 0 for run in started(words)]
-    assert sorted(resumed) == [False, True, True]
+    assert sorted(resumed) == [False, True]

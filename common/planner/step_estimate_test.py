@@ -74,7 +74,7 @@ def test_bytes_are_those_of_real_processes(case, optimizer):
     processes, mode = CASES[case]
     # float16, because its loss scaler sends too
     config = build_config(
-        processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode
+        processes, model=MODEL | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode
     )
     counted, *_ = run_ranks(processes, count_traffic, config, 8, 3)
     estimated = estimate_step(config, processes, 8, 3, "cpu")

@@ -2,8 +2,6 @@
 
 import math
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -11,8 +9,7 @@ import pytest
 import torch
 
 from common.errors import PartialError, UserError
-from common.files import ROOT
-from common.testing.commands import wait_until
+from common.testing.commands import forked, run_forked, wait_until
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep, sweep_grid, sweep_ranking
 from common.tools.report import RecordedRun
@@ -333,23 +330,23 @@ def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_pat
     (tmp_path / "trainer.py").write_text(SLOW_TRAINER)
     settings = [f"--set=DATA.root={data}", "--set=LOG.every=1", "--set=EVAL_EVERY=100"]
     settings += ["--grid=LEARNING_RATE=log(1e-4,1e-3)", "--random=2", "--jobs=2"]
-    command = [sys.executable, ROOT / "scripts" / "sweep.py", *words, *settings]
+    argv = [*words, *settings]
 
     def count_training() -> int:
         return sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl"))
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+    with forked(sweep.main, argv) as (process, out, err):
         wait_until(lambda: count_training() == 2, seconds=120)
-        killed = psutil.Process(it.pid).children()[0]
+        killed = psutil.Process(process.pid).children()[0]
         killed.kill()
         wait_until(lambda: not psutil.pid_exists(killed.pid))  # the sweep has its exit status
-        it.terminate()
-        out, err = it.communicate(timeout=60)
-    assert it.returncode == 128 + signal.SIGTERM
-    assert "(failed, exit status -9) |" in out
-    assert err.endswith("the sweep was stopped; rerun the command to resume\n")
+        process.terminate()
+        process.join(60)
+        assert process.exitcode == 128 + signal.SIGTERM
+        assert "(failed, exit status -9) |" in out.read_text()
+        assert err.read_text().endswith("the sweep was stopped; rerun the command to resume\n")
     (tmp_path / "go").touch()
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    ended = run_forked(sweep.main, argv)
     assert [row[3] for row in tables(ended.stdout)[-6:-4]] == ["1", "1"]  # n
     resumed = [run.about["starts"][-1]["step"] > 0 for run in started(words)]
     assert sorted(resumed) == [False, True]

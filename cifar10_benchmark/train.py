@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     )
     steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
     lr_scheduler = build_lr_scheduler(
-        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR
+        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR, plan.decay_steps
     )
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(

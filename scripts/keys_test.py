@@ -350,6 +350,7 @@ OF_EVERY_SCRIPT = [
     Row("WARMUP_EPOCHS", "2", lambda run: run.rates.index(0.01), 5),
     Row("WARMUP_LR", "0.002", attribute("rates.0"), 0.002),
     Row("LR_SCHEDULE", "linear", attribute("rates.0"), 0.0025),
+    Row("DECAY", "0.25", lambda run: run.rates.count(0.01), 7, ["LR_SCHEDULE=wsd"]),
     Row("MIN_LR", "0.001", lambda run: run.rates[-1], 0.001, ["COOLDOWN_EPOCHS=1"]),
     Row("COOLDOWN_EPOCHS", "1", lambda run: run.rates.count(0.001), 3, ["MIN_LR=0.001"]),
     Row("OPTIMIZER.name", "sgd", lambda run: type(run.engine.optimizer.optim).__name__, "FusedSGD"),

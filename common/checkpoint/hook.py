@@ -35,6 +35,7 @@ from common.checkpoint.save import (
     newest_checkpoint,
     write_checkpoint,
 )
+from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank, gather
 from common.engine.engine import TrainLoader
 from common.engine.groups import generator_states, set_generator_states
@@ -90,6 +91,9 @@ class CheckpointHook(BaseHook):
         else:
             # "10 min": the schema has checked the text.
             self.every_seconds = 60 * float(self.every.partition("min")[0])
+        # Branches begin at the end of a stable phase, or before. 0: the schedule has none.
+        plan = Plan(**self.about["plan"])
+        self.stable_end = plan.decay_start if plan.decay_steps else 0
         self.best = Best()
         self.stale = 0  # evaluations since the best
         self.is_defined = True  # whether the last evaluation could be the best
@@ -185,7 +189,7 @@ class CheckpointHook(BaseHook):
         stop_signals.agreed = int(flags[0])
         trainer.stopping |= stop_signals.agreed != 0
         # `step % inf` is never 0. In an evaluation, without a step, nobody reads the result.
-        return bool(flags[1]) or (step or 1) % self.every_steps == 0
+        return bool(flags[1]) or step == self.stable_end or (step or 1) % self.every_steps == 0
 
     def _finish_exchange(self) -> Tensor:
         """Return the flags that the ranks exchanged last; zeros before the first exchange."""
@@ -253,7 +257,7 @@ class CheckpointHook(BaseHook):
                 mark_best(path)
                 # Only now: after a failed write, an equal evaluation is the best too.
                 self.best = best
-            clear_old(path, self.keep)
+            clear_old(path, self.keep, self.stable_end)
         # safetensors raises its own error for an OSError
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error

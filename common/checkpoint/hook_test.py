@@ -22,6 +22,7 @@ from common.checkpoint.save import list_checkpoints, write_checkpoint
 from common.checkpoint.saved_run import open_run
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, gpc
+from common.errors import UserError
 from common.launch.signals import stop_signals
 from common.metrics.metrics_file import read_metrics
 from common.process import Stopped
@@ -144,6 +145,126 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
         run_ranks(gpus, train, data, pieces, settings)
         found = read_result(pieces)
         assert [file for file in whole if found[file] != whole[file]] == []
+
+
+# Of 16 steps, 4 are warm-up and 8 decay.
+STABLE = ["LR_SCHEDULE=wsd", "WARMUP_EPOCHS=1", "DECAY=0.5", "EMA=0.9"]
+
+
+def result_of(output: Path) -> dict[str, Any]:
+    """Return `read_result` without the best so far, which a branch begins anew."""
+    result = read_result(output)
+    for name in ("best_top1", "best_loss", "stale"):
+        del result["trainer.json"][name]
+    return result
+
+
+@pytest.mark.parametrize("stop", [4, 8])
+def test_resumes_bit_for_bit_where_the_stable_phase_begins_and_ends(stop, data, tmp_path):
+    settings = [*STABLE, "NUM_EPOCHS=4"]
+    run_ranks(1, train, data, tmp_path / "whole", settings)
+    run_ranks(1, train, data, tmp_path / "pieces", settings, (stop, False))
+    stopped = read_result(tmp_path / "pieces")["trainer.json"]["trainer"]["step"]
+    assert stopped == stop
+    run_ranks(1, train, data, tmp_path / "pieces", settings)
+    assert read_result(tmp_path / "pieces") == read_result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule"),
+    [("none", "wsd"), ("zero 1", "wsd_sqrt"), ("1d-2", "wsd"), slow("2d-4", "wsd_sqrt")],
+)
+def test_a_branch_equals_a_run_of_its_length_bit_for_bit(mode, schedule, data, tmp_path, capfd):
+    """From the middle of the stable phase, of a run whose own decay would have begun later."""
+    gpus, options = CASES[mode]
+    settings = [*STABLE, *(f"{key}={value!r}" for key, value in options.items())]
+    settings.append(f"LR_SCHEDULE={schedule}")
+    run_ranks(gpus, train, data, tmp_path / "whole", [*settings, "NUM_EPOCHS=4"])
+    run_ranks(gpus, train, data, tmp_path / "long", [*settings, "NUM_EPOCHS=100"], (6, False))
+    run_ranks(
+        gpus,
+        train,
+        data,
+        tmp_path / "branch",
+        [*settings, "NUM_EPOCHS=4"],
+        None,
+        f"--resume={tmp_path / 'long'}",
+    )
+    assert result_of(tmp_path / "branch") == result_of(tmp_path / "whole")
+    step = 6 + (gpus > 1)  # several ranks agree a step later
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"learning rate at step {step}: 0.002, as by the earlier schedule" in said
+
+
+def test_a_stable_phase_may_end_earlier_than_was_said(data, tmp_path):
+    """In the run's own folder, as nothing that it has trained with depends on its end."""
+    train(data, tmp_path / "whole", [*STABLE, "NUM_EPOCHS=4"])
+    run = tmp_path / "run"
+    run_ranks(1, train, data, run, [*STABLE, "NUM_EPOCHS=100"], (6, False))
+    with pytest.raises(UserError, match="NUM_EPOCHS=2 .was 100.: the run in .* has trained with"):
+        train(data, run, [*STABLE, "NUM_EPOCHS=2"])
+    train(data, run, [*STABLE, "NUM_EPOCHS=4"])
+    assert result_of(run) == result_of(tmp_path / "whole")
+
+
+UNCHANGED = "LEARNING_RATE=1e-50"  # whose evaluations are equal
+
+
+def test_a_branch_from_the_decay_names_the_checkpoints_before_it(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(data, run, [*STABLE, UNCHANGED, "NUM_EPOCHS=4", "KEEP=1"])
+    saved = [path.name for path in list_checkpoints(run / "checkpoints")]
+    # the last one, that of the stable phase's end, and the best
+    assert saved == ["step-00000016", "step-00000008", "step-00000004"]
+    longer = tmp_path / "longer", [*STABLE, UNCHANGED, "NUM_EPOCHS=8"], None, f"--resume={run}"
+    said = (
+        "step 16 is in the decay, which begins at step 8 in that run and 16 with NUM_EPOCHS=8; "
+        "branch off from step-00000008, step-00000004, or add --allow-change NUM_EPOCHS$"
+    )
+    with pytest.raises(UserError, match=said):
+        train(data, *longer)
+    assert not longer[0].exists()
+    train(data, *longer, "--allow-change=NUM_EPOCHS")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learning rate at step 16: 1e-50, 0 by the earlier schedule" in shown
+
+
+def test_a_branch_that_is_too_short_names_the_checkpoints_before_its_decay(data, tmp_path):
+    run = tmp_path / "run"
+    train(data, run, [*STABLE, UNCHANGED, "NUM_EPOCHS=4"])
+    shorter = [*STABLE, UNCHANGED, "NUM_EPOCHS=3"]  # decays from step 6 on
+    said = "step 8 is in .* 8 in that run and 6 with .* from step-00000006, step-00000004, step-0"
+    with pytest.raises(UserError, match=said):
+        train(data, tmp_path / "branch", shorter, None, f"--resume={run}/checkpoints/step-00000008")
+
+
+def test_a_branch_within_the_same_decay_trains(data, tmp_path, capsys):
+    settings = [*STABLE, UNCHANGED, "NUM_EPOCHS=4"]
+    train(data, tmp_path / "run", settings)
+    capsys.readouterr()
+    resume = f"--resume={tmp_path / 'run/checkpoints/step-00000012'}"
+    train(data, tmp_path / "branch", [*settings, "LABEL_SMOOTHING=0.1"], None, resume)
+    assert "by the earlier schedule" not in capsys.readouterr().out
+    assert read_metrics(tmp_path / "branch")[-1]["step"] == 16
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [("wsd", 0.002), ("wsd_sqrt", 0.002), ("cosine", 0.001), ("linear", 0.001), ("timm", 0.001)],
+)
+def test_a_finished_run_that_goes_on_says_what_its_rate_does(
+    schedule, rate, data, tmp_path, capsys
+):
+    """A schedule of twice the length is half over."""
+    settings = [f"LR_SCHEDULE={schedule}", "EVAL_EVERY=9"]
+    train(data, tmp_path / "run", [*settings, "NUM_EPOCHS=1"])
+    capsys.readouterr()
+    train(data, tmp_path / "run", [*settings, "NUM_EPOCHS=2", "LOG.every=1"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"learning rate at step 4: {rate}, 0 by the earlier schedule" in said
+    records = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    (first,) = [record["lr"] for record in records if record["step"] == 5]
+    assert first == pytest.approx(rate)
 
 
 def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):

@@ -154,16 +154,18 @@ def mark_best(path: Path) -> None:
         link.symlink_to(path.name)  # relative: it holds when the run's folder is moved
 
 
-def clear_old(newest: Path, keep: int) -> None:
-    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and unfinished files.
+def clear_old(newest: Path, keep: int, stable_end: int = 0) -> None:
+    """Remove all but ``keep`` checkpoints up to ``newest``, the best, and that of ``stable_end``.
+
+    Unfinished files are removed too.
 
     Checkpoints after ``newest`` stay: this run was resumed from an earlier one because they are
     damaged.
     """
     folder = newest.parent
-    best = best_checkpoint(folder)
+    stay = best_checkpoint(folder), checkpoint_path(folder, stable_end)
     earlier = [path for path in list_checkpoints(folder) if path.name <= newest.name]
-    old = [path for path in earlier[keep:] if path != best]
+    old = [path for path in earlier[keep:] if path not in stay]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
         # best.txt's of an interrupted `mark_best`, or a link to a checkpoint elsewhere
         if path.is_symlink() or path.is_file():

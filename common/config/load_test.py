@@ -189,6 +189,12 @@ REFUSED = {  # settings: what the message matches
     "LR_SCHEDULE=cosine_as_long_as_the_warm-up": (
         "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"
     ),
+    "DECAY=0.3": r"^DECAY=0.3 has no effect with LR_SCHEDULE='\w+': leave it out, ",
+    "LR_SCHEDULE=wsd; NUM_EPOCHS=10; WARMUP_EPOCHS=2; DECAY=9": (
+        "^DECAY=9 is 9 epochs, more than WARMUP_EPOCHS=2 and COOLDOWN_EPOCHS=0 leave of NUM_EPOCHS"
+    ),
+    "LR_SCHEDULE=wsd_sqrt; NUM_EPOCHS=10; WARMUP_EPOCHS=2; DECAY=0.9": "^DECAY=0.9 is 9 epochs, ",
+    "LR_SCHEDULE=wsd; DECAY=0": "^DECAY=0: expected number > 0$",
     "MODEL=small": "^MODEL='small': expected dict$",
     "DATA.crop=simple; DATA.crop_scale=(0.5, 1)": "^DATA.crop_scale=.* no effect with DATA.crop=",
     "DATA.crop=simple; DATA.crop_ratio=(1, 2)": "^DATA.crop_ratio=.* no effect with DATA.crop=",

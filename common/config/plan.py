@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from common.errors import UserError
 from common.files import Count, Values
+from common.optim.schedules import count_decay_epochs
 from common.resolutions import Resolution
 from common.text import counted, nearest_multiples
 
@@ -43,7 +44,8 @@ class Plan:
     ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is what matrix
     products are computed in, ``order`` that in which shards are read, if there are any.
     ``resolutions`` are those of IMAGE_SIZES, then that of MODEL; all but the last may have larger
-    micro-batches, and so fewer of them in a step.
+    micro-batches, and so fewer of them in a step. ``decay_steps`` follow a stable phase, 0 in
+    schedules without one.
     """
 
     gpus: Count
@@ -62,6 +64,12 @@ class Plan:
     order: str | None = None
     cooldown_steps: Count = 0
     resolutions: tuple[Resolution, ...] = ()
+    decay_steps: Count = 0
+
+    @property
+    def decay_start(self) -> int:
+        """The step at which the stable phase ends; only with ``decay_steps``."""
+        return self.total_steps - self.cooldown_steps - self.decay_steps
 
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
@@ -109,6 +117,8 @@ def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
 
     # a step at the peak learning rate remains
     cooldown = count_steps(config["COOLDOWN_EPOCHS"], total_steps - 1)
+    decay_epochs = count_decay_epochs(config["LR_SCHEDULE"], config["DECAY"], config["NUM_EPOCHS"])
+    decay = max(1, count_steps(decay_epochs, total_steps - cooldown)) if decay_epochs else 0
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -118,10 +128,11 @@ def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=count_steps(config["WARMUP_EPOCHS"], total_steps - cooldown - 1),
+        warmup_steps=count_steps(config["WARMUP_EPOCHS"], total_steps - cooldown - max(decay, 1)),
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
         cooldown_steps=cooldown,
+        decay_steps=decay,
         total_is_derived=config["TOTAL_BATCH_SIZE"] is None,
         resolutions=_resolutions(config, total // data_parallel, micro),
     )
@@ -180,3 +191,12 @@ def _divide_batch(config: Values, total: int, data_parallel: int) -> tuple[int, 
         expected = f"TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}"
         raise UserError(f"BATCH_SIZE={stated} is not {expected}: correct it or leave it out")
     return micro, accumulation
+
+
+def describe_rate(config: Values, plan: Plan) -> str:
+    """Return the peak and the schedule of the learning rate, as text."""
+    stable = f", stable until step {plan.decay_start:,}, then down" if plan.decay_steps else ""
+    return (
+        f"{config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of warm-up, then "
+        f"{config['LR_SCHEDULE']}{stable} to {config['MIN_LR']:g}"
+    )

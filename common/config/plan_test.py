@@ -15,6 +15,8 @@ CONFIG = dict(
     NUM_EPOCHS=300,
     WARMUP_EPOCHS=150,
     COOLDOWN_EPOCHS=0,
+    LR_SCHEDULE="cosine",
+    DECAY=0.2,
     MAX_STEPS=None,
     IMAGE_SIZES=[],
     MODEL=dict(image_size=224),
@@ -69,6 +71,17 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
             dict(TOTAL_BATCH_SIZE=10**6, NUM_EPOCHS=3, COOLDOWN_EPOCHS=2.6),
             1,
             dict(cooldown_steps=2, warmup_steps=0),
+        ),
+        *(
+            (dict(LR_SCHEDULE="wsd", DECAY=decay), 8, dict(decay_steps=steps, decay_start=start))
+            for decay, steps, start in ((0.1, 1170, 10530), (2, 78, 11622), (1e-9, 1, 11699))
+        ),
+        (
+            dict(NUM_EPOCHS=2, WARMUP_EPOCHS=1, COOLDOWN_EPOCHS=0.5)
+            | dict(LR_SCHEDULE="wsd_sqrt", DECAY=0.25),
+            8,
+            # 78 steps: 39 of warm-up, 20 to the floor, 20 there: one too many is the warm-up's
+            dict(warmup_steps=38, decay_steps=20, cooldown_steps=20, decay_start=38),
         ),
         (
             dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4),

@@ -35,7 +35,7 @@ from common.config.model_keys import Model, Size, TimmModel, choose_model
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
-from common.optim.schedules import SCHEDULES
+from common.optim.schedules import SCHEDULES, STABLE, count_decay_epochs
 
 Magnitude = Annotated[NonNegative, Le(10)]
 TorchvisionRandAugment = AnySequence[tuple[Natural, Magnitude]]
@@ -374,7 +374,10 @@ class Config(Section):
 
     LR_SCHEDULE: Literal[*SCHEDULES] = "cosine"  # pyright: ignore[reportInvalidTypeForm]
     """decay after warm-up, to `MIN_LR`; `timm`: one cosine over all steps; warm-up replaces its
-    beginning"""
+    beginning; `wsd`: the peak until a linear decay, `wsd_sqrt`: until 1 - sqrt (docs/recipes.md)"""
+
+    DECAY: Positive = 0.2
+    """`wsd`, `wsd_sqrt`: the decay's share of `NUM_EPOCHS` if below 1, else its epochs"""
 
     MIN_LR: NonNegative = 0.0
     """learning rate at the end of the decay"""
@@ -511,6 +514,13 @@ class Config(Section):
                 f"leave nothing of NUM_EPOCHS={self.NUM_EPOCHS} between them: add --set "
                 f"WARMUP_EPOCHS={self.NUM_EPOCHS / 10:g} --set COOLDOWN_EPOCHS=0"
             )
+        decay = count_decay_epochs(self.LR_SCHEDULE, self.DECAY, self.NUM_EPOCHS)
+        if decay > self.NUM_EPOCHS - self.WARMUP_EPOCHS - self.COOLDOWN_EPOCHS:
+            raise ValueError(
+                f"DECAY={self.DECAY:g} is {decay:g} epochs, more than WARMUP_EPOCHS="
+                f"{self.WARMUP_EPOCHS:g} and COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS:g} leave of "
+                f"NUM_EPOCHS={self.NUM_EPOCHS}: lower one of them"
+            )
         epochs = sum(epochs for epochs, *_ in self.IMAGE_SIZES)
         if epochs > self.NUM_EPOCHS:
             raise ValueError(
@@ -539,6 +549,8 @@ class Config(Section):
             for name, others in NO_EFFECT.items()
             if others.items() <= values.items()
         ]
+        if self.LR_SCHEDULE not in STABLE:
+            wrong.append(("DECAY", "has no effect with", ["LR_SCHEDULE"]))
         wrong += [
             (name, "is too large for", [limit])
             for name, exceeds, limit in LIMITS

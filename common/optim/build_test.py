@@ -11,9 +11,10 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
 
 from common.engine.upstream import CosineAnnealingWarmupLR, LinearWarmupLR
+from common.errors import UserError
 from common.model.build import build_model, timm_arguments
 from common.optim.build import OPTIMIZERS, build_optimizer
 from common.optim.lamb import Lamb
@@ -77,6 +78,47 @@ def test_equals_colossalais_repaired_schedules(name, reference, total, warmup):
     theirs = learning_rates(lambda sgd: reference(sgd, total, warmup_steps=warmup), total)
     assert mine == pytest.approx(theirs, rel=1e-9)
     assert mine[warmup] == PEAK
+
+
+def sequence(sgd: SGD, total: int, warmup: int, decay: int, name: str) -> LRScheduler:
+    """Return torch's warm-up, constant rate and decay, one after the other."""
+    decays = {
+        "wsd": LinearLR(sgd, 1.0, 0.0, total_iters=decay),
+        "wsd_sqrt": LambdaLR(sgd, lambda step: 1 - (step / decay) ** 0.5),
+    }
+    warm = LinearLR(sgd, 1 / (warmup + 1), 1.0, total_iters=warmup)
+    parts = [warm, ConstantLR(sgd, 1.0), decays[name]]
+    sgd.param_groups[0]["lr"] = PEAK / (warmup + 1)  # each of them has set its own first rate
+    return SequentialLR(sgd, parts, milestones=[warmup, total - decay])
+
+
+@pytest.mark.parametrize(("total", "warmup", "decay"), [(20, 5, 4), (300, 150, 150), (9, 1, 1)])
+@pytest.mark.parametrize("name", ["wsd", "wsd_sqrt"])
+def test_a_stable_phase_equals_torchs_sequence(name, total, warmup, decay):
+    steps = dict(total_steps=total, warmup_steps=warmup, decay_steps=decay)
+    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, **steps), total)
+    theirs = learning_rates(lambda sgd: sequence(sgd, total, warmup, decay, name), total)
+    assert mine == pytest.approx(theirs, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [
+        ("wsd", [1.0, 0.8, 0.6, 0.4]),
+        ("wsd_sqrt", [1.0, 0.6, 1 - 0.8 / 2**0.5, 1 - 0.8 * 0.75**0.5]),
+    ],
+)
+def test_a_stable_phase_decays_to_the_floor_by_the_formula(name, decay):
+    options = dict(warmup_steps=2, cooldown_steps=2, min_lr=0.2 * PEAK, decay_steps=4)
+    rates = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, 11, **options), 11)
+    shares = [1 / 3, 2 / 3, 1, 1, 1, *decay, 0.2, 0.2]
+    assert rates == pytest.approx([PEAK * share for share in shares], rel=1e-9)
+
+
+def test_a_script_that_does_not_pass_the_decay_is_refused():
+    sgd = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    with pytest.raises(UserError, match="^LR_SCHEDULE='wsd': pass plan.decay_steps to build_lr"):
+        build_lr_scheduler(sgd, "wsd", 20, 5)
 
 
 def test_timms_cosine_begins_before_the_warm_up_ends():

@@ -9,7 +9,7 @@ import torch
 from common.config.class_weights import class_weights, describe_sizes
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
-from common.config.plan import DataSummary, Plan
+from common.config.plan import DataSummary, Plan, describe_rate
 from common.config.schema import known_keys
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.noise_scale import UNMEASURED
@@ -144,7 +144,8 @@ def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict
         f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, "
         f"{plan.warmup_steps:,} of warm-up"
     )
-    return rows | {"data": images, "validation": data.validation, "steps": steps + end}
+    rows |= {"data": images, "validation": data.validation, "steps": steps + end}
+    return rows | {"learning rate": describe_rate(config, plan)}
 
 
 def describe_options(config: Values, plan: Plan, data: DataSummary | None) -> dict[str, str]:

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import read_about
+from common.checkpoint.content import read_about, read_config, read_trainer_state
+from common.config.plan import Plan, describe_rate
 from common.errors import UserError
+from common.files import Values
+from common.optim.schedules import build_factor
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.run.checks import Prepared, check_init
@@ -61,7 +64,6 @@ def announce(
             print_wrapped(warning, is_warning=True)
     root = config["DATA"]["root"]
     ignored = ignored_root(root)
-    schedule = f"{plan.warmup_steps:,} steps of warm-up, then {config['LR_SCHEDULE']}"
     lines = [
         instead,
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
@@ -73,14 +75,36 @@ def announce(
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
-        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {schedule} "
-        f"to {config['MIN_LR']:g}",
+        f"{config['OPTIMIZER']['name']}, learning rate {describe_rate(config, plan)}",
+        origin and describe_rate_change(origin, config, plan),
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
         reading and f"reading {reading}",
         precision.note,
     ]
     for line in filter(None, lines):
         print_wrapped(line)
+
+
+def describe_rate_change(origin: Path, config: Values, plan: Plan) -> str:
+    """Return what a changed schedule does to the rate at the checkpoint ``origin``, else ""."""
+    about = read_about(origin)
+    before = _schedule_of(read_config(origin, about), Plan(**about["plan"]))
+    now = _schedule_of(config, plan)
+    if before == now:
+        return ""
+    step = read_trainer_state(origin)["trainer"]["step"]
+    rates = [f"{each[0] * build_factor(*each)(step):.3g}" for each in (before, now)]
+    earlier = "as" if rates[0] == rates[1] else rates[0]
+    return f"learning rate at step {step:,}: {rates[1]}, {earlier} by the earlier schedule"
+
+
+def _schedule_of(config: Values, plan: Plan) -> tuple[Any, ...]:
+    """Return the arguments of `build_factor`."""
+    steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
+    peak, name, *limits = (
+        config[key] for key in ("LEARNING_RATE", "LR_SCHEDULE", "MIN_LR", "WARMUP_LR")
+    )
+    return peak, name, *steps, *limits, plan.decay_steps
 
 
 def describe_sides(origin: Any, now: Any) -> str:

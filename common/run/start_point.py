@@ -13,12 +13,17 @@ from common.checkpoint.resume import (
     choose_checkpoint,
     finished_step,
 )
-from common.checkpoint.save import find_best
+from common.checkpoint.save import checkpoint_path, find_best, list_checkpoints
+from common.config.plan import Plan
 from common.errors import UserError
 from common.locks import lock_folder, unlock_folder
 from common.run.checks import Prepared, check_init
 from common.run.replay import find_replay_start
 from common.run.run import describe_best, read_records
+from common.text import list_some
+
+# What a run has trained with before its decay does not depend on these.
+STABLE_KEYS = ("NUM_EPOCHS", "DECAY", "LR_SCHEDULE")
 
 
 class StartPoint(NamedTuple):
@@ -56,10 +61,13 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
             _refuse_finished_record(output)
         return StartPoint()
     check_data(path, prepared.data, args.allow_change)  # pyright: ignore[reportArgumentType]
-    check_changes(path, config, output, args.allow_change)
     longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
     # A branch begins at another run's checkpoint, after which that run may have ended.
     is_branch = not path.is_relative_to(output)
+    allowed = [*args.allow_change]
+    if is_stable(path, plan, is_branch=is_branch and "NUM_EPOCHS" not in allowed):
+        allowed += STABLE_KEYS
+    check_changes(path, config, output, allowed)
     patience = config["PATIENCE"]
     finished = None if is_branch else finished_step(path, plan.last_step, patience)
     if finished is not None:
@@ -75,6 +83,32 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
             "raise it"
         )
     return StartPoint(path)
+
+
+def is_stable(path: Path, plan: Plan, *, is_branch: bool) -> bool:
+    """Return whether no step up to the checkpoint ``path`` was, or is by ``plan``, in the decay.
+
+    False for schedules without a stable phase. Raises `UserError` for a branch from a later
+    checkpoint into another decay, where the rate would jump.
+    """
+    then = Plan(**read_about(path)["plan"])
+    if not (then.decay_steps and plan.decay_steps):
+        return False
+    before, now = ((each.decay_start, each.decay_steps) for each in (then, plan))
+    end = min(before, now)[0]
+    step = read_trainer_state(path)["trainer"]["step"]
+    if step <= end:
+        return True
+    if is_branch and before != now:
+        last = checkpoint_path(path.parent, end).name
+        good = [each.name for each in list_checkpoints(path.parent) if each.name <= last]
+        raise UserError(
+            f"--resume {path}: step {step:,} is in the decay, which begins at step {before[0]:,} "
+            f"in that run and {now[0]:,} with NUM_EPOCHS={plan.epochs}; branch off from "
+            f"{list_some(good) or 'one saved before (none is left)'}, or add --allow-change "
+            "NUM_EPOCHS"
+        )
+    return False
 
 
 def _describe_finished(output: Path, step: int, metric: str, remedy: str) -> str:

@@ -37,7 +37,7 @@ def train(argv: list[str], task: Task, text: str | None = None) -> None:
     )
     steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
     lr_scheduler = build_lr_scheduler(
-        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR
+        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR, plan.decay_steps
     )
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = task.build_train_loader(

@@ -1,5 +1,11 @@
-"""Ranks of a tensor-parallel group share the decoding: their batches are those of one process."""
+"""Ranks of a tensor-parallel group share the decoding: their batches are those of one process.
 
+python -m imagenet_dali.sharing_test    # the CPU time of loading, by rank and mode
+"""
+
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +18,13 @@ from common.engine.upstream import ParallelMode, gpc
 from common.errors import UserError
 from common.resolutions import Resolution
 from common.run.run import tensor_sharing
+from common.shards.prepare import prepare
+from common.testing.commands import forked
 from common.testing.parity_cases import CASES
-from common.testing.ranks import launched, run_ranks
+from common.testing.photographs import write_photographs
+from common.testing.ranks import free_port, launched, run_ranks
 from imagenet_dali.task import build_eval_loader, build_train_loader
-from imagenet_dali.testing import read, spoil_record
+from imagenet_dali.testing import make_undecodable, read, spoil_record, train
 
 PLACED = {"image_size": 28, "device": torch.device("cpu")}
 Batches = list[tuple[Tensor, Tensor]]
@@ -34,7 +43,7 @@ TRAINING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def read_everything(root: Path, dp_size: int, config: dict[str, Any], is_shared: bool) -> Batches:
-    """Return this rank's batches of two epochs each way, of a resumed one, and of evaluation."""
+    """Return this rank's batches of an epoch each way, of a resumed one, and of evaluation."""
     with launched(**config):
         ranks: dict[str, Any] = dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA))
         if is_shared:
@@ -70,9 +79,9 @@ def count_bad(root: Path, loader: str) -> int | str:
     """Return how many images a pass skips, or the error that ends it."""
     with launched(**CASES["1d-2"][1]):
         data = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
-        train = build_train_loader(data, 8, 4, seed=1, **PLACED, sharing=tensor_sharing())
+        split = build_train_loader(data, 8, 4, seed=1, **PLACED, sharing=tensor_sharing())
         try:
-            return int(sum((labels < 0).sum() for _, labels in read(train)))
+            return int(sum((labels < 0).sum() for _, labels in read(split)))
         except UserError as error:
             return str(error).partition("; with it ")[2]
 
@@ -85,3 +94,75 @@ def test_all_ranks_count_the_damaged_images_of_the_group(data, loader):
     spoil_record(data, "train", 8)
     more = "9 of the 240 images that this process reads in a pass are bad, more than 1%"
     assert run_ranks(2, count_bad, data, loader) == [more, more]
+
+
+def test_a_rank_that_cannot_decode_ends_the_others_with_a_line(data, tmp_path):
+    make_undecodable(data, 4)
+    settings = f"DATA.root={data}", "DATA.workers=1", "MODEL.num_classes=2", "TIMEOUT=60"
+    tensor = "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE='1d'"
+
+    def main(_: object) -> None:
+        train(tmp_path, "run", *settings, *tensor)
+
+    port = str(free_port())
+    place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = [partial(forked, main, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    with ranks[0](**place) as first, ranks[1](**place) as second:
+        said = []
+        for process, _, stderr in (first, second):
+            process.join(120)
+            assert process.exitcode == 2
+            (line,) = [text for text in stderr.read_text().splitlines() if "error:" in text]
+            said.append(line)
+    # one decodes the record's row, the other waits for it
+    (missing,) = [line for line in said if "is missing, see its output" in line]
+    (named,) = {*said} - {missing}
+    assert "record 4 of train" in named
+    assert "waiting for data" in missing
+
+
+def load_times(root: Path, config: dict[str, Any], loader: str) -> tuple[float, float]:
+    """Return the CPU time of this process per image of a micro-batch: decoding alone, and all."""
+    with launched(**config):
+        data = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
+        place = dict(image_size=224, device=torch.device("cpu"), sharing=tensor_sharing())
+        split = build_train_loader(data, 256, 128, seed=1, **place)
+        list(split)  # warms up
+        began = time.process_time()
+        decoded = sum(1 for _ in split.reader.read(split.sampler.draws(1)))
+        decoding = time.process_time() - began
+        began = time.process_time()
+        samples = sum(len(labels) for _, labels in split)
+        loading = time.process_time() - began
+        split.close()
+        assert samples == 128 * decoded
+        return 1e3 * decoding / samples, 1e3 * loading / samples
+
+
+def print_load_times() -> None:
+    """Print the least CPU time of five interleaved rounds, in ms, of the rank that needs most."""
+    names = ("none", "1d-2", "2d-4", "2.5d-8", "3d-8")
+    with tempfile.TemporaryDirectory() as folder:
+        write_photographs(Path(folder, "images/train"), "ab", 512, 500, 400)
+        write_photographs(Path(folder, "images/val"), "ab", 4, 500, 400)
+        prepare(Path(folder, "images"), Path(folder, "shards"))
+        for loader in ("dali", "torchvision"):
+            least: dict[str, list[float]] = {}
+            for _ in range(5):
+                for name in names:
+                    ranks, config = CASES[name]
+                    times = run_ranks(ranks, load_times, Path(folder, "shards"), config, loader)
+                    most = [max(each) for each in zip(*times, strict=True)]
+                    least[name] = [*map(min, most, least.get(name, most))]
+            _, alone = least["none"]
+            for name, (decoding, loading) in least.items():
+                shares = decoding / alone, loading / alone
+                print(
+                    f"{loader} {name}: decoding {decoding:.3f} ms ({shares[0]:.3f} of one "
+                    f"process's all), all {loading:.3f} ms ({shares[1]:.3f})",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    print_load_times()

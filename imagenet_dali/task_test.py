@@ -16,7 +16,6 @@ from common.errors import UserError
 from common.resolutions import Resolution
 from common.shards.dataset import open_split
 from common.shards.prepare import prepare
-from common.shards.tfrecord_format import frame, unframe
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.imagenet_dali_dataloader import decodes_windows, decoding_threads
 from imagenet_dali.images_test import exif
@@ -24,6 +23,7 @@ from imagenet_dali.task import build_eval_loader, build_train_loader, describe_d
 from imagenet_dali.testing import (
     VIEWS,
     jpeg,
+    make_undecodable,
     pixel_differences,
     prepare_photographs,
     read,
@@ -236,16 +236,7 @@ def test_a_class_without_validation_images_is_named(folder, tmp_path):
 
 
 def test_what_dali_cannot_read_is_named(data):
-    split = open_split(data, "train")
-    shard, row = split.shards[0], split.records[4]
-    content = bytearray(shard.read_bytes())
-    record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
-    image, payload = bytes(split.read(4)[0]), bytes(unframe(content[record]))
-    content[record] = frame(
-        payload.replace(image, bytes(len(image)))
-    )  # no image, with a right checksum
-    shard.write_bytes(content)
-    place = f"^{shard}: record 4 of train at byte {row['offset']}: "
+    place = "^" + make_undecodable(data, 4)
     remedy = "; copy the data set again, or delete it and prepare it again$"
     with pytest.raises(UserError, match=f"{place}.*JPEG.*{remedy}"):
         read(train_loader(data))

@@ -18,6 +18,7 @@ from common.config.schema import Data
 from common.data.loader import Loader
 from common.shards.dataset import open_split
 from common.shards.prepare import prepare
+from common.shards.tfrecord_format import frame, unframe
 from common.testing.commands import in_words
 from common.testing.photographs import write_colours, write_photographs
 from imagenet_dali import train_dali
@@ -198,3 +199,16 @@ def spoil_record(root: Path, split: str, index: int) -> Path:
     position = int(row["offset"] + row["image_start"] + row["image_size"] // 2)
     shard.write_bytes(with_flipped_bit(shard.read_bytes(), position))
     return shard
+
+
+def make_undecodable(root: Path, index: int) -> str:
+    """Give a training record no image and a right checksum; return where it is, as errors say."""
+    split = open_split(root, "train")
+    row = split.records[index]
+    shard = split.shards[row["shard"]]
+    content = bytearray(shard.read_bytes())
+    record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
+    image = bytes(split.read(index)[0])
+    content[record] = frame(bytes(unframe(content[record])).replace(image, bytes(len(image))))
+    shard.write_bytes(content)
+    return f"{shard}: record {index} of train at byte {row['offset']}: "

@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from common.data.sampler import (
     epoch_order,
     window_bytes,
 )
+from common.data.sharing import Sharing
 from common.resolutions import Resolution
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
@@ -186,3 +188,34 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, ba
     # each span is read once
     assert (is_last == (indices[is_sample] == end - 1)).all()
     assert (end - first)[is_last == 1].sum() == samples
+
+
+@pytest.mark.parametrize("blocks", [None, np.arange(0, 91, 5)])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_that_share_the_decoding_draw_its_rows(size, blocks):
+    """Each row is one rank's, and each span is dropped at the last of the rank's rows in it."""
+    train = partial(TrainSampler, 90, 36, 6, seed=1, num_uniforms=2, blocks=blocks, window=2)
+    for build_one in (train, partial(EvalSampler, 90, 7, blocks=blocks)):
+        expected = [*build_one().draws(0)]
+        shares = [build_one(sharing=Sharing(rank, size)) for rank in range(size)]
+        drawn = [[*sampler.draws(0)] for sampler in shares]
+        for number, draw in enumerate(expected):
+            parts = [draws[number] for draws in drawn]
+            assert len({len(part.indices) for part in parts}) == 1
+            rows = len(draw.indices)
+            indices = np.concatenate([part.indices for part in parts])
+            assert indices[:rows].tolist() == draw.indices.tolist()
+            assert (indices[rows:] == PADDING).all()
+            uniforms = np.concatenate([part.uniforms for part in parts])
+            assert np.array_equal(uniforms[:rows], draw.uniforms)
+        for draws in drawn if blocks is not None else ():
+            held = set()
+            for draw in draws:
+                # padding is last, and needs no span
+                for index, (first, end, is_last) in zip(
+                    draw.indices[draw.indices != PADDING], draw.spans, strict=False
+                ):
+                    assert first <= index < end
+                    held.add(first)
+                    held -= {first} if is_last else set()
+            assert not held

@@ -1,7 +1,8 @@
 """Predict memory, traffic and step time of each parallel mode on N GPUs of a cluster."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config.plan import Plan

@@ -1,6 +1,7 @@
 """Predictions against the formulas of rings, peaks and overlaps."""
 
 import functools
+import math
 
 import pytest
 
@@ -111,6 +112,21 @@ def test_each_micro_batch_is_launched_and_decoded():
     assert launching.fastest_step == pytest.approx(16 * 2e-3, rel=0.1)
     (decoding,) = build_planner(config, 256, Cluster(decode=100.0)).predict_modes()
     assert decoding.fastest_step == pytest.approx(16 / 100)
+
+
+def test_ranks_of_a_group_share_the_decoding_and_gather_its_images():
+    tensor = {"mode": "1d", "size": 2}
+    config = build_config() | {"parallel": {"tensor": tensor}} | in_micro_batches(256)
+    # 4096 images of a step in 16 micro-batches, each decoded by one of the two
+    slow, fast, in_memory = (
+        build_planner(config, 2, Cluster(decode=rate)).predict(config, 256, 16)
+        for rate in (100.0, 1e9, math.inf)
+    )
+    assert slow.fastest_step == pytest.approx(4096 / 2 / 100)
+    route = "all_gather", (0, 1)
+    of_fast, without = fast.estimate, in_memory.estimate
+    assert of_fast.nbytes[route] - without.nbytes[route] == 4096 * 3 * 224 * 224
+    assert of_fast.calls[route] - without.calls[route] == 16
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Ranks of a tensor-parallel group share the decoding: their batches are those of one process.
 
-python -m imagenet_dali.sharing_test    # the CPU time of loading, by rank and mode
+python -m imagenet_dali.sharing_test [ROUNDS]    # the CPU time of loading, by rank and mode
 """
 
+import sys
 import tempfile
 import time
 from functools import partial
@@ -139,8 +140,8 @@ def load_times(root: Path, config: dict[str, Any], loader: str) -> tuple[float, 
         return 1e3 * decoding / samples, 1e3 * loading / samples
 
 
-def print_load_times() -> None:
-    """Print the least CPU time of five interleaved rounds, in ms, of the rank that needs most."""
+def print_load_times(rounds: int) -> None:
+    """Print the least CPU time of interleaved rounds, in ms, of the rank that needs most."""
     names = ("none", "1d-2", "2d-4", "2.5d-8", "3d-8")
     with tempfile.TemporaryDirectory() as folder:
         write_photographs(Path(folder, "images/train"), "ab", 512, 500, 400)
@@ -148,7 +149,7 @@ def print_load_times() -> None:
         prepare(Path(folder, "images"), Path(folder, "shards"))
         for loader in ("dali", "torchvision"):
             least: dict[str, list[float]] = {}
-            for _ in range(5):
+            for _ in range(rounds):
                 for name in names:
                     ranks, config = CASES[name]
                     times = run_ranks(ranks, load_times, Path(folder, "shards"), config, loader)
@@ -165,4 +166,4 @@ def print_load_times() -> None:
 
 
 if __name__ == "__main__":
-    print_load_times()
+    print_load_times(int((*sys.argv, 5)[1]))

@@ -209,6 +209,7 @@ def make_undecodable(root: Path, index: int) -> str:
     content = bytearray(shard.read_bytes())
     record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
     image = bytes(split.read(index)[0])
-    content[record] = frame(bytes(unframe(content[record])).replace(image, bytes(len(image))))
+    payload = bytes(unframe(bytes(content[record])))
+    content[record] = frame(payload.replace(image, bytes(len(image))))
     shard.write_bytes(content)
     return f"{shard}: record {index} of train at byte {row['offset']}: "

@@ -26,6 +26,7 @@ BASE = {
     "locks",
     "process",
     "provenance",
+    "recording",
     "resolutions",
     "text",
 }

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from common.data import loader
 from common.files import ROOT
 from common.launch.signals import stop_signals
+from common.recording import RECORDINGS
+from common.testing.tape import TapeRecording
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -81,6 +83,7 @@ class SimulatedGpu(TorchDispatchMode):
         super().__init__()
         self.waits: Waits = {}
         self.kernels = {True: 0, False: 0}
+        self.is_recording = False
         self.generator = torch.Generator()
         self.cpu_groups = set()  # the others are NCCL's
 
@@ -152,6 +155,32 @@ class SimulatedGpu(TorchDispatchMode):
                     f"{function} on {device}: a tensor on {tensor.device}, strides "
                     f"{tensor.stride()}"
                 )
+
+
+class SimulatedRecording(TapeRecording):
+    """A CUDA graph on ``gpu``: recording launches nothing, a replay is one launch."""
+
+    def __init__(self, gpu, beside=None):
+        super().__init__(beside)
+        self.gpu = gpu
+
+    def record(self, function):
+        self.gpu.is_recording = True
+        with self._count(0):
+            result = super().record(function)
+        self.gpu.is_recording = False
+        return result
+
+    def replay(self):
+        with self._count(1):
+            super().replay()
+
+    @contextmanager
+    def _count(self, launches):
+        is_main = threading.current_thread() is threading.main_thread()
+        before = self.gpu.kernels[is_main]
+        yield
+        self.gpu.kernels[is_main] = before + launches
 
 
 def _check_devices(function, leaves):
@@ -229,7 +258,6 @@ def simulate_gpu() -> SimulatedGpu:
         _lazy_init=None,
         max_memory_allocated=0,
         reset_peak_memory_stats=None,
-        is_current_stream_capturing=False,
         Stream=stream,
         current_stream=stream,
         stream=nullcontext(),
@@ -238,6 +266,12 @@ def simulate_gpu() -> SimulatedGpu:
     )
     for key, value in answers.items():
         setattr(torch.cuda, key, lambda *_, value=value, **__: value)
+    # Optimizers ask: only some may be recorded.
+    torch.cuda.is_current_stream_capturing = lambda: gpu.is_recording
+    here = SimpleNamespace(is_capturing=lambda: gpu.is_recording)
+    torch.accelerator.current_accelerator = lambda *_, **__: CUDA
+    torch.accelerator.current_stream = lambda *_: here
+    RECORDINGS["cuda"] = partial(SimulatedRecording, gpu)
     generator = gpu.generator
     new_generator = torch.Generator
     init_group = dist.init_process_group

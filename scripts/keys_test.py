@@ -527,6 +527,7 @@ TRAINING = [
         lambda run: run.model.blocks[0]._compiled_call_impl is not None,
         True,
     ),
+    Row("GRAPHS", "True", says("without CUDA graphs: no GPU"), True),
 ]
 
 MODEL = [

@@ -41,6 +41,7 @@ HARMLESS = (
     "DATA.workers",
     "EVAL_EVERY",
     "GPUS",
+    "GRAPHS",
     "KEEP",
     "LOG",
     "MAX_SKIPPED",

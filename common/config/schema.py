@@ -486,6 +486,9 @@ class Config(Section):
     """torch.compile: True: the blocks; 'max-autotune': the blocks, with the fastest of several
     kernels; 'model': the model; `None`: True on GPUs without tensor parallelism"""
 
+    GRAPHS: bool = False
+    """record the training step as CUDA graphs, and replay it; on one GPU"""
+
     gradient_accumulation: Natural | None = None
     """micro-batches per optimizer step"""
 

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from common.engine.amp import MixedPrecision, build_mixed_precision
 from common.engine.compiler import compile_model, should_compile
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.noise_scale import NoiseScale, build_noise_scale
+from common.engine.step_graph import StepGraphs, build_step_graphs, say_plain
 from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.engine.tensor_parallel.sharding import is_sharded, named_shards, persistent_buffers
 from common.engine.upstream import (
@@ -58,6 +60,7 @@ class Engine(UpstreamEngine):
         precision: MixedPrecision | None = None,
         lr_scheduler: OncePerStep | None = None,
         noise_scale: NoiseScale | None = None,
+        graphs: StepGraphs | None = None,
         **kwargs: Any,
     ):
         if precision is None:
@@ -69,6 +72,9 @@ class Engine(UpstreamEngine):
         # Called in training when a phase begins ("forward", "backward", "rest"), to time it.
         self.on_phase: Callable[[str], object] = lambda phase: None
         self.device = get_accelerator().get_current_device()
+        self.graphs = graphs  # where steps are recorded
+        # Of the steps since it was set to 0, by `MetricsHook`, each the mean of its micro-batches.
+        self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def train_step(self, batches: Iterator[Any], returns_output: bool = True) -> Iterator[Any]:
         """Return a generator that trains for one optimizer step, a micro-batch for each `next`.
@@ -77,16 +83,29 @@ class Engine(UpstreamEngine):
         the last after the update; output and label are None unless ``returns_output``.
         """
         optimizer = self.optimizer
-        optimizer.zero_grad()
         for number in range(optimizer.accumulation):
-            inputs, label = self._load_batch(batches)
-            output = self.schedule._call_engine(self, inputs)
-            loss = self.schedule._call_engine_criterion(self, output, label)
-            # Gradients add up. Data-parallel ranks average them in the last backward pass.
-            self.backward(loss)
-            result = (output, label, loss) if returns_output else (None, None, loss)
+            batch = self._load_batch(batches)
+            result = self._run("next" if number else "first", self._add_gradients, *batch)
+            # Counted here, as all on the host: the part may have been a replay.
+            optimizer.accumulated = number + 1
             if number < optimizer.accumulation - 1:
-                yield result
+                yield result if returns_output else (None, None, result[2])
+        optimizer.load_rates()
+        self._run("update", self._update)
+        optimizer.count_update()
+        yield result if returns_output else (None, None, result[2])
+
+    def _add_gradients(self, inputs: Any, label: Any) -> tuple[Any, Any, Tensor]:
+        """Train on a micro-batch, which is the first of a step, or one that adds to it."""
+        self.optimizer.zero_grad()  # before the first
+        output = self.schedule._call_engine(self, inputs)
+        loss = self.schedule._call_engine_criterion(self, output, label)
+        # Gradients add up. Data-parallel ranks average them in the last backward pass.
+        self.backward(loss)
+        return output, label, loss
+
+    def _update(self) -> None:
+        optimizer = self.optimizer
         # Tensor-parallel ranks have parts of some gradients, ZeRO's ranks have shards.
         optimizer.sum_gradients()
         # Divide by the loss scale of float16, before clipping: that needs the true norm.
@@ -95,23 +114,44 @@ class Engine(UpstreamEngine):
         optimizer.clip_gradients()
         if self.noise_scale:
             # The noise scale needs the norm before clipping, which `grad_norm` is.
-            images = self.schedule.batch_size
-            self.noise_scale.add_step(optimizer.grad_norm, optimizer.scaler, images)
+            sizes = optimizer.accumulation, self.schedule.batch_size
+            self.noise_scale.add_step(optimizer.grad_norm, optimizer.scaler, *sizes)
         # If the norm is not finite, all ranks skip the update, without the host knowing.
         optimizer.update()
-        yield result
+
+    def _run(self, part: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call ``function``, a part of a step, as it is or recorded."""
+        if self.graphs is None:
+            return function(*inputs)
+        return self.graphs.run(part, partial(function, *inputs))
+
+    def train_without_graphs(self, reason: str) -> None:
+        """Let steps run as they are from now on; say so if they would have been recorded."""
+        if self.graphs is not None:
+            say_plain(reason)
+        self.graphs = None
 
     def _load_batch(self, batches: Iterator[Any]) -> Any:
         """Return (inputs, label) of the next micro-batch, on the device."""
         # Upstream's schedule notes the number of samples, which hooks read.
         batch = self.schedule.load_batch(batches)
         process = self.schedule.data_process_func
-        return process(batch) if process else batch
+        batch = process(batch) if process else batch
+        if self.graphs is None:
+            return batch
+        # What else a recording would keep: options of the optimizer other than the rate.
+        groups = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self.optimizer.param_groups
+        ]
+        return self.graphs.load(batch, (self.optimizer.accumulation, groups))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` over the number of micro-batches in a step."""
         self.on_phase("backward")
         super().backward(loss)
+        # Added on the device: `item` here would wait for it in every micro-batch.
+        self.total_loss += loss.detach() / self.optimizer.accumulation
         if self.noise_scale:
             self.noise_scale.add_micro_batch()
         # All that is neither pass, such as the update and waiting for data.
@@ -216,7 +256,7 @@ def initialize(
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
 
     Call it after a launch. Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``,
-    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark``,
+    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``GRAPHS``, ``TF32``, ``cudnn_benchmark``,
     ``cudnn_deterministic`` and ``LOG.noise_scale``; the engine also reads ``zero`` if `shard_model`
     sharded the model by it. Gives each data-parallel rank its own random numbers.
 
@@ -259,6 +299,7 @@ def initialize(
         precision=precision,
         lr_scheduler=lr_schedule,
         noise_scale=noise_scale,
+        graphs=build_step_graphs(config.get("GRAPHS", False), device, step_optimizer),
     )
     # The weights, equal on all ranks, are drawn by now. Dropout has to differ between ranks.
     gpc.separate_data_parallel_seeds()

@@ -76,8 +76,8 @@ class NoiseScale:
         shards = named_shards(model)
         device = next(iter(shards.values())).device
         self.averages = torch.zeros(2, dtype=torch.float64, device=device)
-        # In the current step: micro-batches on this rank, and the sum of their squared norms.
-        self.accumulated = 0
+        # In the current step: the sum of the squared norms of this rank's micro-batches. It and the
+        # averages change in place, as a recorded step replays the change.
         self.squares = torch.zeros_like(self.averages[0])
         # In the current micro-batch: norms of gradients, by the number of ranks with the same.
         self.norms: dict[int, list[Tensor]] = defaultdict(list)
@@ -127,24 +127,24 @@ class NoiseScale:
             dtype = torch.promote_types(ordered[0].dtype, torch.float32)
             self.norms[copies] += torch._foreach_norm(sum_over(group, ordered), 2, dtype)
         for copies, norms in self.norms.items():
-            self.squares = self.squares + torch.stack(norms).double().square().sum() / copies
+            self.squares += torch.stack(norms).double().square().sum() / copies
         self.norms.clear()
         self.parts.clear()
-        self.accumulated += 1
 
-    def add_step(self, grad_norm: Tensor, scaler: GradScaler | None, micro_batch: int) -> None:
+    def add_step(
+        self, grad_norm: Tensor, scaler: GradScaler | None, accumulation: int, micro_batch: int
+    ) -> None:
         """Update the averages with a step, unless its gradient is not finite.
 
         ``grad_norm`` is that of the step before clipping; ``micro_batch`` is in images. A step that
         is a single micro-batch, as epochs of smaller images may have, changes nothing.
         """
-        # Each loss was divided by `accumulated`, so `squares` is the sum of |g|^2 over this rank's
-        # micro-batches divided by its square. A tensor-parallel rank has the squares of its
+        # Each loss was divided by ``accumulation``, so `squares` is the sum of |g|^2 over this
+        # rank's micro-batches divided by its square. A tensor-parallel rank has the squares of its
         # shards: times the ranks of the group, their mean is that of the full gradient.
-        small = self.squares * (self.accumulated * gpc.get_world_size(ParallelMode.TENSOR))
-        count = self.accumulated * gpc.get_world_size(ParallelMode.DATA)
-        self.accumulated = 0
-        self.squares = torch.zeros_like(self.squares)
+        small = self.squares * (accumulation * gpc.get_world_size(ParallelMode.TENSOR))
+        count = accumulation * gpc.get_world_size(ParallelMode.DATA)
+        self.squares.zero_()
         # A single gradient does not tell signal and noise apart.
         if count == 1:
             return
@@ -156,7 +156,7 @@ class NoiseScale:
         noise = micro_batch * (small - big) / (1 - 1 / count)
         averages = torch.lerp(self.averages, torch.stack([signal, noise]), 1 - DECAY)
         # A skipped step changes nothing; decided on the device, for which the host does not wait.
-        self.averages = torch.where(big.isfinite(), averages, self.averages)
+        self.averages.copy_(torch.where(big.isfinite(), averages, self.averages))
 
     def value(self) -> Tensor:
         """Return the noise scale in images, a 0-dim tensor on the device; all ranks must call it.

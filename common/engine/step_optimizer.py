@@ -1,7 +1,8 @@
 """One weight update from the gradients of several micro-batches, skipped if they are not finite."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,37 +11,46 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from common.engine.host_copy import HostCopy
 from common.engine.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
 from common.engine.upstream import OptimizerWrapper
 from common.engine.zero import collect_gradients
 from common.errors import AgreedError, UserError
 
 MAX_SKIPPED = 20  # consecutive updates
-CHECK_EVERY = 20  # updates between two reads of a GPU's counters; each read synchronises
+CHECK_EVERY = 20  # updates between two copies of a GPU's counters; each is read at the next
 
 
 class SkipCounter:
     """Count skipped updates on ``device``: total skipped, current streak, longest streak."""
 
     def __init__(self, device: torch.device):
-        # A GPU's counters are read rarely: each read waits until its queue is empty.
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        self.total = self.streak = self.longest = zero
+        counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.total, self.streak, self.longest = counts.unbind()
+        self.copy: HostCopy | None = None
 
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
-        self.updates += 1
-        # All on the device: the host does not wait for it.
+        # All on the device: the host does not wait for it. In place: a recorded step replays this.
         skipped = skipped.long()
-        self.total = self.total + skipped
-        self.streak = (self.streak + 1) * skipped
-        self.longest = torch.maximum(self.longest, self.streak)
+        self.total += skipped
+        self.streak += 1
+        self.streak *= skipped
+        self.longest.clamp_(min=self.streak)
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether a streak was longer than ``limit``; False between two checks."""
-        return self.updates % self.every == 0 and self.longest.item() > limit
+        """Return whether a streak was longer than ``limit``; False between two checks.
+
+        On a GPU each check has the counters of the one before, for which it does not wait.
+        """
+        self.updates += 1
+        if self.updates % self.every:
+            return False
+        before, self.copy = self.copy, HostCopy(self.longest)
+        seen = self.copy if self.copy.is_ready else before
+        return seen is not None and seen.read().item() > limit
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -51,9 +61,10 @@ class SkipCounter:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]
-        self.total = torch.full_like(self.total, state["skipped"])
+        self.total.fill_(state["skipped"])
         # An earlier, longer streak has not ended the run: it need not be saved.
-        self.streak = self.longest = torch.full_like(self.streak, state["skipped_in_a_row"])
+        self.streak.fill_(state["skipped_in_a_row"])
+        self.longest.copy_(self.streak)
 
 
 class OncePerStep:
@@ -67,7 +78,7 @@ class OncePerStep:
         return getattr(self.lr_schedule, name)
 
     def step(self, *args: Any) -> None:
-        # `update` sets `accumulated` back to 0. After the other micro-batches it is above 0.
+        # `count_update` sets `accumulated` back to 0. After the other micro-batches it is above 0.
         if self.optimizer.accumulated == 0:
             self.lr_schedule.step(*args)
 
@@ -106,7 +117,10 @@ class StepOptimizer(OptimizerWrapper):
         self.max_norm = 0.0  # the greatest gradient norm; 0 for no clipping
         self.accumulated = 0  # micro-batches of the current step so far
         self.grad_norm = torch.tensor(torch.nan)
+        # Else the host decides, and waits for what it needs to know.
+        self.skips_on_device: bool = getattr(optim, "_step_supports_amp_scaling", False)
         self.counter = SkipCounter(self.parameters[0].device)
+        self.rates = torch.empty(0, device=self.parameters[0].device)
         self.statistics: list[Tensor] = []  # the batch norms' running statistics, flat
 
     @property
@@ -154,9 +168,24 @@ class StepOptimizer(OptimizerWrapper):
         if self.max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, self.grad_norm)
 
+    def load_rates(self) -> None:
+        """Copy the learning rates of the groups to the device, where `update` reads them.
+
+        There, as a number of the host a recorded update would keep it. In float32, which torch's
+        kernels take.
+        """
+        rates = torch.tensor([float(group["lr"]) for group in self.param_groups])
+        if len(rates) != len(self.rates):  # at first, or after `add_param_group`
+            self.rates = torch.zeros_like(rates, device=self.rates.device)
+        if self.rates.device.type == "cuda":
+            rates = rates.pin_memory()
+        self.rates.copy_(rates, non_blocking=True)
+
     def update(self) -> None:
-        """Update the weights, or skip the update if ``grad_norm`` is not finite."""
-        self.accumulated = 0
+        """Update the weights, or skip the update if ``grad_norm`` is not finite.
+
+        `load_rates` comes before it, `count_update` after: this part may be a replay.
+        """
         found_inf = (~self.grad_norm.isfinite()).float()  # stays on the device: no wait
         self._step_unless(found_inf)
         if self.statistics:
@@ -167,6 +196,10 @@ class StepOptimizer(OptimizerWrapper):
                 found.copy_(found_inf)
             self.scaler.update()
         self.counter.count(found_inf)
+
+    def count_update(self) -> None:
+        """Count an update on the host; raise `AgreedError` if too many in a row were skipped."""
+        self.accumulated = 0
         if self.counter.exceeds(self.max_skipped):
             scale = ""
             if self.scaler:
@@ -180,10 +213,11 @@ class StepOptimizer(OptimizerWrapper):
 
     def _step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
+        if self.skips_on_device:
             # GradScaler.step would use this rank's overflows only.
             self.optim.found_inf = found_inf
-            self.optim.step()
+            with self._rates_on_device():
+                self.optim.step()
             del self.optim.found_inf
         # The optimizer cannot skip on the device: the host has to wait for the answer.
         elif not found_inf.item():
@@ -191,6 +225,23 @@ class StepOptimizer(OptimizerWrapper):
         else:
             # Schedules count skipped updates too; torch would warn where the first is skipped.
             self.optim._opt_called = True
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """Give the groups their rates on the device; schedules and checkpoints see numbers."""
+        saved = [dict(group) for group in self.param_groups]
+        on_gpu = self.rates.device.type == "cuda"
+        recorded = on_gpu and torch.cuda.is_current_stream_capturing()
+        for group, rate in zip(self.param_groups, self.rates.unbind(), strict=True):
+            group["lr"] = rate
+            # torch refuses to record Adam without it, and warns of it where nothing is recorded.
+            if recorded and "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, values in zip(self.param_groups, saved, strict=True):
+                group.update(values)
 
     def _restore_statistics(self) -> None:
         """Put back the running statistics of batch norms that are not finite now."""
@@ -212,7 +263,9 @@ class StepOptimizer(OptimizerWrapper):
             self.sum_gradients()
             self.unscale_gradients()
             self.clip_gradients()
+            self.load_rates()
             self.update()
+            self.count_update()
 
     def step_state(self) -> dict[str, Any]:
         """Return the JSON state of a checkpoint beside the optimizer's; waits for the device."""

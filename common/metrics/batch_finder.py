@@ -22,6 +22,7 @@ class BatchFinder(Measurement):
     """
 
     writes = "find_batch.csv"
+    plain = "--find-batch"
     phase = -1
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:

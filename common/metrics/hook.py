@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.config.plan import Plan
+from common.engine.host_copy import HostCopy
 from common.engine.trainer import Trainer
 from common.engine.upstream import BaseHook, ParallelMode, all_reduce
 from common.errors import UserError
@@ -25,8 +28,10 @@ class MetricsHook(BaseHook):
     """Read the metrics of a run, and pass each record to every logger.
 
     `metrics_file.Record` has the fields. Only rank 0 has loggers. After an evaluation every rank
-    has its metrics in the trainer's ``states["eval"]``. The device is synchronised only for a
-    record.
+    has its metrics in the trainer's ``states["eval"]``.
+
+    The host does not wait for a train record of a GPU: the values are on their way until the next
+    record, an evaluation or a checkpoint, which write it.
     """
 
     # an evaluation's loss is the cross-entropy, whatever the criterion of training
@@ -52,6 +57,7 @@ class MetricsHook(BaseHook):
         self.plan = plan
         self.every = every
         self.peak_samples_per_s = peak_samples_per_s
+        self.pending: PendingRecord | None = None
         self.loggers = {}
         if is_main:
             self.loggers = open_loggers(folder, start, plan.last_step, **logging)
@@ -59,19 +65,22 @@ class MetricsHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
         self.noise_scale = trainer.engine.noise_scale
+        self.loss = trainer.engine.total_loss
         self._restart_window(trainer)
 
     def _restart_window(self, trainer: Trainer) -> None:
         """Begin to count for the next train record."""
-        self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
+        self.loss.zero_()
         self.steps = 0
         self.untimed = 0  # those of ``steps`` that ran before this process started
         self.at_peak = 0.0  # seconds that the others would take at peak FLOP/s
-        self.started = time.perf_counter()
+        self.evaluated = 0.0  # seconds of evaluations, which are not training's time
         self.waited = trainer.data_wait
+        self.clock.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's running totals for the next train record; waits for the device."""
+        self._write_pending()  # a checkpoint has the records of the steps before it
         # of each step the mean, as if it had one micro-batch
         state = {"steps": self.steps, "micro_batches": self.steps, "loss": self.loss.item()}
         if self.noise_scale:
@@ -87,7 +96,7 @@ class MetricsHook(BaseHook):
         # of other ranks, or of an earlier version, which sums micro-batches, the mean loss is known
         if self.steps and (rank is None or self.steps != first["micro_batches"]):
             loss = self.steps * fmean(state["loss"] / state["micro_batches"] for state in states)
-        self.started = time.perf_counter()
+        self.clock.restart()
         self.loss.fill_(loss)
         averages = [state.get("noise_scale") for state in states]
         if self.noise_scale and None not in averages:
@@ -99,11 +108,7 @@ class MetricsHook(BaseHook):
         self.step_at_peak = self.plan.total_batch / self.peak_samples_per_s[size]
         self.size = {"image_size": size} if len(self.plan.resolutions) > 1 else {}
 
-    def after_train_iter(
-        self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor
-    ) -> None:
-        # Added on the device: `item` here would wait for it in every micro-batch.
-        self.loss += loss.detach() / trainer.engine.optimizer.accumulation
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
         self.steps += 1
@@ -111,38 +116,54 @@ class MetricsHook(BaseHook):
         if self.loggers:
             self.loggers[PROGRESS_BAR].step()
         if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
-            self._log("train", trainer, self._train_figures(trainer))
+            self._write_pending()
+            self.pending = self._begin_record(trainer)
             self._restart_window(trainer)
+            if self.pending.values.is_ready:
+                self._write_pending()
 
-    def _train_figures(self, trainer: Trainer) -> dict[str, float]:
-        """Return the metrics of a train record."""
-        # Over all ranks. First, as the times below are of a device that has finished.
-        loss = all_reduce(self.loss / self.steps, ParallelMode.DATA).item()
-        elapsed = time.perf_counter() - self.started
-        timed = self.steps - self.untimed
-        phases = self.clock.read()
-        noise_scale = {}
-        if self.noise_scale:
-            noise_scale["noise_scale"] = self.noise_scale.value().item()
-        return {
-            "loss": loss / self.plan.data_parallel,
-            "lr": trainer.learning_rate,
-            "grad_norm": trainer.engine.optimizer.grad_norm.item(),
-            **noise_scale,
-            **self.size,
-            "skipped": trainer.engine.optimizer.skipped,
-            "samples_per_s": timed * self.plan.total_batch / elapsed,
-            "mfu": self.at_peak / elapsed,
-            "data_wait": (trainer.data_wait - self.waited) / elapsed,
-            "forward_s": phases["forward"] / timed,
-            "backward_s": phases["backward"] / timed,
-            "peak_memory_gb": peak_memory() / 1e9,
+    def _begin_record(self, trainer: Trainer) -> "PendingRecord":
+        """Return the train record of this step, whose values the device has yet to compute."""
+        optimizer = trainer.engine.optimizer
+        # Over all ranks.
+        loss = all_reduce(self.loss / self.steps, ParallelMode.DATA) / self.plan.data_parallel
+        values = {
+            "loss": loss,
+            "grad_norm": optimizer.grad_norm,
+            "skipped": optimizer.counter.total,
         }
+        if self.noise_scale:
+            values["noise_scale"] = self.noise_scale.value()
+        return PendingRecord(
+            head=self._head("train", trainer),
+            names=list(values),
+            values=HostCopy(torch.stack([value.double() for value in values.values()])),
+            marks=self.clock.restart(),
+            timed=self.steps - self.untimed,
+            evaluated=self.evaluated,
+            at_peak=self.at_peak,
+            data_wait=trainer.data_wait - self.waited,
+            # The parts of a recorded step are not timed.
+            has_phases=trainer.engine.graphs is None,
+            further={
+                "lr": trainer.learning_rate,
+                **self.size,
+                "peak_memory_gb": peak_memory() / 1e9,
+            },
+        )
+
+    def _write_pending(self) -> None:
+        """Log the record that `_begin_record` began, if it is not logged yet."""
+        record, self.pending = self.pending, None
+        if record is not None and self.loggers:
+            self._log(record.finish(self.clock, self.plan.total_batch))
 
     def before_test(self, trainer: Trainer) -> None:
         if trainer.device.type == "cuda":
-            torch.cuda.synchronize()  # the steps in its queue are training's time
-        self.paused = time.perf_counter()  # an evaluation does not count as training's time
+            # The steps in its queue are training's time. Not the device: another stream may record.
+            torch.cuda.current_stream().synchronize()
+        self._write_pending()
+        self.paused = time.perf_counter()
         self.counts = Counts(trainer.device)
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
@@ -156,49 +177,99 @@ class MetricsHook(BaseHook):
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(f"figures: {name} is not a number: {error}") from error
         trainer.states["eval"] = metrics
-        self._log("eval", trainer, metrics)
-        self.started += time.perf_counter() - self.paused
+        self._log(self._head("eval", trainer) | metrics)
+        self.evaluated += time.perf_counter() - self.paused
 
-    def _log(self, kind: str, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def _head(self, kind: str, trainer: Trainer) -> dict[str, Any]:
+        """Return what every record begins with."""
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
-        when = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
+        return {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
+
+    def _log(self, record: dict[str, Any]) -> None:
         for logger in self.loggers.values():
-            logger(when | metrics)
+            logger(record)
 
     def after_train(self, trainer: Trainer) -> None:
+        self._write_pending()
         for logger in self.loggers.values():
             logger.close()
 
     def close(self) -> None:
         """Close the loggers of a training that has failed."""
+        with suppress(RuntimeError):  # of a GPU that has failed
+            self._write_pending()
         for logger in self.loggers.values():
             logger.close(failed=True)
+
+
+@dataclass
+class PendingRecord:
+    """A train record that waits for the device."""
+
+    head: dict[str, Any]
+    names: list[str]
+    values: HostCopy  # of these names
+    marks: "Marks"
+    timed: int  # steps that ran in this process
+    evaluated: float  # seconds in evaluations
+    at_peak: float  # seconds that the steps would take at peak FLOP/s
+    data_wait: float  # seconds
+    has_phases: bool
+    further: dict[str, float]
+
+    def finish(self, clock: "PhaseClock", total_batch: int) -> dict[str, Any]:
+        """Return the record; wait until the device has come to it."""
+        values = dict(zip(self.names, self.values.read().tolist(), strict=True))
+        phases = clock.measure(self.marks)
+        elapsed = sum(phases.values()) - self.evaluated
+        rates = {
+            "samples_per_s": self.timed * total_batch / elapsed,
+            "mfu": self.at_peak / elapsed,
+            "data_wait": self.data_wait / elapsed,
+        }
+        if self.has_phases:
+            rates["forward_s"] = phases["forward"] / self.timed
+            rates["backward_s"] = phases["backward"] / self.timed
+        values["skipped"] = int(values["skipped"])
+        return self.head | values | self.further | rates
+
+
+# The phases that have begun, and when.
+Marks = list[tuple[str, Any]]
 
 
 class PhaseClock:
     """Measure the time of each phase of a step, by the calls of `Engine.on_phase`.
 
-    On a GPU with CUDA events, which do not wait for it.
+    On a GPU with CUDA events, which do not wait for it: it may be steps behind the host.
     """
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
-        self.marks: list[tuple[str, Any]] = []
+        self.marks: Marks = []
 
     def __call__(self, phase: str) -> None:
         mark: Any = time.perf_counter()
         if self.is_cuda:
+            # A recorded event has no time.
+            if torch.cuda.is_current_stream_capturing():
+                return
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         self.marks.append((phase, mark))
 
-    def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call; the device must have finished."""
+    def restart(self) -> Marks:
+        """End the last phase; return the marks so far, and begin anew."""
+        self("rest")
+        marks, self.marks = self.marks, self.marks[-1:]
+        return marks
+
+    def measure(self, marks: Marks) -> dict[str, float]:
+        """Return the seconds of each phase; the device must have come to the last mark."""
         seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
-        for (phase, start), (_, end) in pairwise(self.marks):
+        for (phase, start), (_, end) in pairwise(marks):
             if self.is_cuda:
                 seconds[phase] += start.elapsed_time(end) / 1e3  # from ms
             else:
                 seconds[phase] += end - start
-        self.marks.clear()
         return seconds

@@ -14,6 +14,7 @@ class Measurement(BaseHook):
     """Take ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
 
     writes = ""
+    plain = ""  # the flag of a measurement that needs steps without CUDA graphs
     phase = 0  # whose size all images have: losses and times of several are not comparable
 
     def __init__(self, folder: Path, total_steps: int, is_main: bool):
@@ -40,6 +41,8 @@ class Measurement(BaseHook):
         )
 
     def before_train(self, trainer: Trainer) -> None:
+        if self.plain:
+            trainer.engine.train_without_graphs(self.plain)
         if self.is_main:
             self.bar = ProgressBar(self.folder, 0, self.total_steps)
 

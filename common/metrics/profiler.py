@@ -22,6 +22,7 @@ class ProfilerHook(Measurement):
     """
 
     writes = "trace.json and operators.txt, of all but the first steps,"
+    plain = "--profile"
 
     def __init__(self, folder: Path, steps: int, is_main: bool):
         super().__init__(folder / "profile", WARMUP + steps, is_main)

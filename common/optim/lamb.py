@@ -154,7 +154,7 @@ class Lamb(Optimizer):
         """
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             # No trust ratio: the step is Adam's.
-            torch._foreach_add_(params, directions, alpha=-group["lr"])
+            torch._foreach_sub_(params, torch._foreach_mul(directions, group["lr"]))
             return
         param_norms_P, direction_norms_P = squares_2P.sqrt()
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])

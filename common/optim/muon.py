@@ -111,7 +111,8 @@ class Muon(AdamW):
             p.grad = None  # AdamW leaves out a parameter without a gradient
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
-            group["lr"] *= self.adamw_lr_scale
+            # Not in place: the rate may be a tensor.
+            group["lr"] = group["lr"] * self.adamw_lr_scale
         super().step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -148,7 +149,11 @@ class Muon(AdamW):
         return list(torch._foreach_lerp(gradients, momenta, self.momentum))
 
     def _descend(
-        self, tensors: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float
+        self,
+        tensors: list[Tensor],
+        directions: list[Tensor],
+        lr: float | Tensor,
+        weight_decay: float,
     ) -> None:
         """Subtract lr (direction + weight_decay tensor) from each tensor, unless `found_inf` is 1.
 
@@ -156,8 +161,9 @@ class Muon(AdamW):
         """
         if is_wrong(tensors[0]):
             if self.found_inf is None or not self.found_inf:
-                torch._foreach_mul_(tensors, 1 - lr * weight_decay)
-                torch._foreach_add_(tensors, directions, alpha=-lr)
+                rate = float(lr)
+                torch._foreach_mul_(tensors, 1 - rate * weight_decay)
+                torch._foreach_add_(tensors, directions, alpha=-rate)
             return
         torch._fused_sgd_(
             tensors,

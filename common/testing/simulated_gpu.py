@@ -45,6 +45,7 @@ WAITING = {
 }
 COPYING = {aten.copy_, aten._to_copy}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
+LEAD = 5  # launches, of a recorded step, that keep a GPU busy while the host waits for an event
 Waits = dict[str, set[int]]  # "file:function", and the lines there
 
 
@@ -84,11 +85,17 @@ class SimulatedGpu(TorchDispatchMode):
         self.waits: Waits = {}
         self.kernels = {True: 0, False: 0}
         self.is_recording = False
+        self.finished = 0
         self.generator = torch.Generator()
         self.cpu_groups = set()  # the others are NCCL's
 
+    @property
+    def launched(self):
+        return sum(self.kernels.values())
+
     def wait(self, *_):
-        """Record that the host waits here."""
+        """Record that the host waits here, until the queue is empty."""
+        self.finished = self.launched
         for frame, line in traceback.walk_stack(sys._getframe()):
             path = Path(frame.f_code.co_filename)
             if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__):
@@ -155,6 +162,23 @@ class SimulatedGpu(TorchDispatchMode):
                     f"{function} on {device}: a tensor on {tensor.device}, strides "
                     f"{tensor.stride()}"
                 )
+
+
+class SimulatedEvent:
+    """A place in the queue of ``gpu``: who waits for it empties the queue if little comes after."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self, *_):
+        self.place = self.gpu.launched
+
+    def synchronize(self):
+        if self.place > self.gpu.finished and self.gpu.launched < self.place + LEAD:
+            self.gpu.wait()
+
+    def elapsed_time(self, later):
+        return 1.0
 
 
 class SimulatedRecording(TapeRecording):
@@ -241,10 +265,8 @@ def simulate_gpu() -> SimulatedGpu:
     )
     gpu = SimulatedGpu()
     stream = mock.MagicMock()
-    event = mock.MagicMock()
     name = "NVIDIA H200"
-    stream.synchronize = event.synchronize = gpu.wait
-    event.elapsed_time.return_value = 1.0
+    stream.synchronize = gpu.wait
     answers = dict(
         is_available=True,
         is_initialized=True,
@@ -262,7 +284,6 @@ def simulate_gpu() -> SimulatedGpu:
         current_stream=stream,
         stream=nullcontext(),
         device=nullcontext(),
-        Event=event,
     )
     for key, value in answers.items():
         setattr(torch.cuda, key, lambda *_, value=value, **__: value)
@@ -271,6 +292,7 @@ def simulate_gpu() -> SimulatedGpu:
     here = SimpleNamespace(is_capturing=lambda: gpu.is_recording)
     torch.accelerator.current_accelerator = lambda *_, **__: CUDA
     torch.accelerator.current_stream = lambda *_: here
+    torch.cuda.Event = lambda **_: SimulatedEvent(gpu)
     RECORDINGS["cuda"] = partial(SimulatedRecording, gpu)
     generator = gpu.generator
     new_generator = torch.Generator

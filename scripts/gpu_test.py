@@ -230,21 +230,47 @@ def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_resume_is_exact(dtype, digits, tmp_path, record):
-    """Six steps, the same again, and three that are saved and resumed."""
+    """Twenty steps, the same again, and eight that are saved and resumed, also by CUDA graphs."""
     amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
-    for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
+    starts = [("once", 20), ("again", 20), ("resumed", 8), ("resumed", 20)]
+    for name, end in (*starts, ("recorded", 8), ("recorded", 20)):
         settings = f"MAX_STEPS={end}", "MODEL.dropout=0.1", "IMAGE_SIZES=[(1, 16)]", *amp
-        run(command(digits, tmp_path / name, *settings))
-    for name in ("once", "again", "resumed"):
-        files = (tmp_path / name / "checkpoints" / "step-00000006").glob(
+        run(command(digits, tmp_path / name, *settings, f"GRAPHS={name == 'recorded'}"))
+    for name in ("once", "again", "resumed", "recorded"):
+        files = (tmp_path / name / "checkpoints" / "step-00000020").glob(
             "[mo]*.safetensors"
         )  # model and optimizer
         left[name] = torch.cat(
             [x.flatten().double() for file in sorted(files) for x in load_file(file).values()]
         )
-    repeated, resumed = ((left[name] - left["once"]).norm().item() for name in ("again", "resumed"))
-    record(again=repeated, resumed=resumed)
-    assert resumed <= 10 * repeated  # both are 0 where the kernels are deterministic
+    differences = {name: (left[name] - left["once"]).norm().item() for name in left}
+    record(**differences)
+    # All are 0 where the kernels are deterministic.
+    assert max(differences.values()) <= 10 * differences["again"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("mode", ["float32", "TORCH bfloat16", "TORCH float16"])
+def test_recorded_steps_have_the_bits_of_plain_steps(mode, optimizer, record):
+    """Ten steps, of which seven replay CUDA graphs, with dropout and two micro-batches."""
+    images = torch.randn(10, 32, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(320).view(10, 32) % 10
+    batches = list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
+    config = {
+        "MODEL": SMALL | {"dropout": 0.1, "drop_path": 0.1},
+        "OPTIMIZER": {"name": optimizer},
+        "gradient_accumulation": 2,
+        "LOG": {"noise_scale": True},
+        **MODES[mode],
+    }
+    left = {}
+    for name, graphs in (("plain", False), ("again", False), ("recorded", True)):
+        losses, stepped = train_steps(batches, config | {"GRAPHS": graphs})
+        weights = nn.utils.parameters_to_vector(stepped.parameters).cpu()
+        left[name] = torch.cat([weights, torch.tensor(losses)])
+    again, recorded = ((left[name] - left["plain"]).norm().item() for name in ("again", "recorded"))
+    record(mode=mode, again=again, recorded=recorded)
+    assert recorded <= 10 * again  # both are 0 where the kernels are deterministic
 
 
 @pytest.mark.parametrize(

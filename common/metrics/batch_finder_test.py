@@ -11,14 +11,19 @@ import pytest
 from common.engine.trainer import Trainer
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
+from common.recording import RECORDINGS
+from common.testing.tape import TapeRecording
 from common.testing.tiny_task import train
 
 SETTINGS = ("gradient_accumulation=2", "LOG.every=1")
 
 
-def test_what_cannot_be_measured_is_said(data, tmp_path, capsys):
-    train(data, tmp_path / "short", *SETTINGS, flags=["--find-batch", "1"])
-    assert "no critical batch: the estimate of the true" in capsys.readouterr().out
+def test_what_cannot_be_measured_is_said(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(RECORDINGS, "cpu", TapeRecording)
+    train(data, tmp_path / "short", *SETTINGS, "GRAPHS=True", flags=["--find-batch", "1"])
+    said = capsys.readouterr().out
+    assert "no critical batch: the estimate of the true" in said
+    assert "training runs without CUDA graphs: --find-batch\n" in said
     with pytest.raises(UserError, match="^--find-batch: the noise scale needs several micro-batch"):
         train(data, tmp_path / "single", flags=["--find-batch"])
 

@@ -15,7 +15,9 @@ import pytest
 from common.engine.trainer import Trainer
 from common.metrics.lr_finder import LearningRateFinder, suggest_rate
 from common.metrics.metrics_file import read_metrics
+from common.recording import RECORDINGS
 from common.testing.ranks import run_ranks
+from common.testing.tape import TapeRecording
 from common.testing.tiny_task import MODEL, train
 
 
@@ -77,9 +79,10 @@ def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
     assert suggest_rate([dict(loss=math.nan, smoothed=math.nan)]) is None
 
 
-def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, capsys):
+def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(RECORDINGS, "cpu", TapeRecording)
     settings = "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 14)]"  # the whole batch at once
-    output = train(data, tmp_path / "run", *settings, flags=["--profile", "2"])
+    output = train(data, tmp_path / "run", *settings, "GRAPHS=True", flags=["--profile", "2"])
     events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
@@ -89,4 +92,5 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, cap
     said = capsys.readouterr().out
     assert "\nIMAGE_SIZES: 8 pixels in all steps; evaluation at full size\n" in said
     assert table in said
+    assert "training runs without CUDA graphs: --profile\n" in said
     assert sorted(os.listdir(output)) == [".lock", "profile"]

@@ -1,4 +1,5 @@
 import hashlib
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -88,6 +89,26 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=[1000, 3])
+def part(request, monkeypatch):
+    """Images that a process decodes at a time: all of the test's, or a part."""
+    monkeypatch.setattr(dataset, "PART", request.param)
+
+
+def test_other_processes_decode_a_large_folder(folder, monkeypatch):
+    monkeypatch.setattr(dataset, "PART", 3)
+    monkeypatch.setattr(dataset, "rank_cores", lambda: 2)
+    main = os.getpid()
+
+    def load_image(split, index):
+        """Return an image that is white if this process has made it."""
+        return np.full((8, 8, 3), 255 * (os.getpid() == main), np.uint8), 0
+
+    monkeypatch.setattr(dataset, "load_image", load_image)
+    assert not open_at(folder).train.images.any()
+
+
+@pytest.mark.usefixtures("part")
 def test_reads_a_folder_of_images(folder):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
@@ -106,6 +127,7 @@ def test_reads_a_folder_of_images(folder):
         ("train/r/9.png", 9, "9.png: 9 x 8 pixels, the first of .* has 8 x 8; make all images"),
     ],
 )
+@pytest.mark.usefixtures("part")
 def test_a_wrong_image_is_named(folder, path, width, words):
     if width:
         Image.new("RGB", (width, 8)).save(folder / path)

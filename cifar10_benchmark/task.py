@@ -15,6 +15,7 @@ from common.data.crops import CenterCrop, Normalizer
 from common.data.image_folder import note_missing
 from common.data.image_loaders import SHARDS_ONLY
 from common.data.loader import Batches, Loader, prefetch, to_device
+from common.data.recorded import Recorded
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 from common.files import Values
@@ -49,10 +50,12 @@ def build_train_loader(
     *,
     image_size: int,
     device: torch.device,
+    graphs: bool = False,
     **options: Any,
 ) -> Loader:
     """Return the training loader: augmented images, newly permuted in every epoch.
 
+    With ``graphs`` a GPU makes a batch by one launch, a CUDA graph.
     ``options`` are ``dp_rank``, ``dp_size``, ``seed`` and ``resolutions`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
@@ -62,7 +65,7 @@ def build_train_loader(
     options["balanced"] = images.labels if data["sampling"] else None
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **options)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
-    return Loader(sampler, MemoryReader(images, augment, data, device))
+    return Loader(sampler, MemoryReader(images, augment, data, device, graphs))
 
 
 def build_eval_loader(
@@ -107,27 +110,34 @@ class Augment:
         self.flip = flip
         self.policy = AutoAugment() if autoaugment else None
 
-    def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Return new images, uint8 [B, 3, Y, X].
+    def draw(self, uniforms: np.ndarray) -> np.ndarray:
+        """Return what to do to each image, int64 [B, 3 or more].
 
-        ``uniforms`` are float64 [B, `UNIFORMS_PER_SAMPLE`].
+        Its top and left, whether to mirror it, and its operations. ``uniforms`` are float64 [B,
+        `UNIFORMS_PER_SAMPLE`].
         """
-        device = images_BCYX.device
+        offsets_B2 = np.floor(uniforms[:, :2] * (2 * self.padding + 1))
+        mirrored_B = (uniforms[:, 2] < 0.5) & self.flip
+        columns = [offsets_B2, mirrored_B]
+        if self.policy:
+            columns.append(self.policy.draw(uniforms[:, 3:]))
+        return np.column_stack(columns).astype(np.int64)
+
+    def __call__(self, images_BCYX: Tensor, drawn: Tensor) -> Tensor:
+        """Return new images, uint8 [B, 3, Y, X], made as `draw` has drawn."""
         height, width = images_BCYX.shape[2:]
-        offsets_B2 = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
-        top_B, left_B = to_device(offsets_B2, device).unbind(1)
+        top_B, left_B, mirrored_B = drawn[:, :3].unbind(1)
         # With zeros: black, since images are normalised after this.
         padded = F.pad(images_BCYX, (self.padding,) * 4)
         # A view of all crops, without a copy: P by Q positions.
         crops_BCPQYX = padded.unfold(2, height, 1).unfold(3, width, 1)
-        batch = torch.arange(len(images_BCYX), device=device)
+        batch = torch.arange(len(images_BCYX), device=images_BCYX.device)
         # Indices [B] on both sides of a slice: their axis comes first, [B, C, Y, X].
         images_BCYX = crops_BCPQYX[batch, :, top_B, left_B]
-        # Chosen on the host, which then knows their number without waiting for a GPU.
-        mirrored = to_device(np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip), device)
-        images_BCYX[mirrored] = images_BCYX[mirrored].flip(-1)
+        is_mirrored_B111 = mirrored_B[:, None, None, None] > 0
+        images_BCYX = torch.where(is_mirrored_B111, images_BCYX.flip(-1), images_BCYX)
         if self.policy:
-            return self.policy.augment_batch(images_BCYX, uniforms[:, 3:])
+            return self.policy.apply(images_BCYX, drawn[:, 3:])
         return images_BCYX
 
 
@@ -141,15 +151,24 @@ class MemoryReader:
     """Read samples of a split, kept on ``device`` in uint8, as normalised images and labels.
 
     ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are
-    zeros with label -100. Images of a draw with another size are resized after ``augment``.
+    zeros with label -100. Images of a draw with another size are resized after ``augment``. With
+    ``graphs`` a GPU makes a batch by one launch.
     """
 
-    def __init__(self, images: Images, augment: Augment | None, data: Values, device: torch.device):
-        # The whole split, up to 154 MB for CIFAR-10: a step sends indices to the device, no images.
+    def __init__(
+        self,
+        images: Images,
+        augment: Augment | None,
+        data: Values,
+        device: torch.device,
+        graphs: bool = False,
+    ):
+        # The whole split, up to 154 MB for CIFAR-10: a step sends numbers to the device, no images.
         self._images = torch.from_numpy(images.images).to(device)
         self._labels = torch.from_numpy(images.labels).to(device)
         self._normalize = Normalizer(data["mean"], data["std"], device)
         self._augment = augment
+        self._make = Recorded(self._make_batch, device, graphs)
 
     def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield one batch per draw, in order."""
@@ -160,20 +179,26 @@ class MemoryReader:
         device = self._images.device
         for indices, uniforms, _, image_size in draws:
             # Padding shows the first image until it is set to zeros below.
-            rows = to_device(np.where(indices == PADDING, 0, indices), device)
-            images = self._images.index_select(0, rows)
-            labels = self._labels.index_select(0, rows)
+            drawn = np.where(indices == PADDING, 0, indices)[:, None]
             if self._augment:
-                images = self._augment(images, uniforms)
-            # Only now: padding and AutoAugment's shifts are in pixels of the full size.
-            if image_size not in (None, images.shape[-1]):
-                images = _resize(images, image_size)
-            images = self._normalize(images)
+                drawn = np.hstack([drawn, self._augment.draw(uniforms)])
+            images, labels = self._make(to_device(drawn, device), size=image_size)
             if PADDING in indices:
                 is_padding = to_device(indices == PADDING, device)
                 images.masked_fill_(is_padding[:, None, None, None], 0)
                 labels = labels.masked_fill(is_padding, NO_LABEL)
             yield images, labels
+
+    def _make_batch(self, drawn: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of ``drawn``: rows of the split, and `Augment.draw`'s."""
+        rows = drawn[:, 0]
+        images = self._images.index_select(0, rows)
+        if self._augment:
+            images = self._augment(images, drawn[:, 1:])
+        # Only now: padding and AutoAugment's shifts are in pixels of the full size.
+        if size not in (None, images.shape[-1]):
+            images = _resize(images, size)
+        return self._normalize(images), self._labels.index_select(0, rows)
 
     def close(self) -> None:
         """Do nothing: there are no threads or processes."""

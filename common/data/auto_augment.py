@@ -27,7 +27,7 @@ Operation = tuple[str, float]  # torchvision's name and magnitude
 class OperationTables:
     """What each of N operations does to images of one size [Y, X]."""
 
-    types: np.ndarray  # int [N], an index of TYPES
+    types: Tensor  # int64 [N], an index of TYPES, or IDENTITY
     sources: Tensor  # int64 [N, Y * X], the pixel moved to each position; Y * X is outside
     values: Tensor  # uint8 [N, 256], the new value of each old one
     factors: Tensor  # float32 [N, 1, 1, 1], of Color, Contrast and Sharpness
@@ -67,26 +67,31 @@ class Policy:
         return image
 
     def augment_batch(self, images: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Augment ``images``, uint8 [B, 3, Y, X], in place and return them.
+        """Return ``images``, uint8 [B, 3, Y, X], augmented; they may change.
 
         ``uniforms`` are [B, `uniforms`].
         """
+        return self.apply(images, to_device(self.draw(uniforms), images.device))
+
+    def apply(self, images: Tensor, drawn_BN: Tensor) -> Tensor:
+        """Return ``images`` augmented by the operations that `draw` has returned; they may change.
+
+        On a GPU no shape depends on what was drawn: a CUDA graph may record this.
+        """
         tables = self._tables(*images.shape[2:], images.device)
-        for drawn_B in self.draw(uniforms).T:
-            # Sorted by type, one type's images are a slice whose size the host knows: it need not
-            # wait for a GPU to find them.
+        for drawn_B in drawn_BN.unbind(1):
             types_B = tables.types[drawn_B]
-            order_B = np.argsort(types_B, kind="stable")
-            counts = np.bincount(types_B, minlength=len(TYPES)).tolist()
-            # One transfer to the device for both.
-            indices_2B = np.stack([order_B, drawn_B[order_B]])
-            rows, operations = to_device(indices_2B, images.device)
-            ordered = images[rows]
-            slices = zip(ordered.split(counts), operations.split(counts), strict=True)
-            for change, (some, their_operations) in zip(TYPES.values(), slices, strict=True):
-                if len(some):
-                    some.copy_(change(some, their_operations, tables))
-            images[rows] = ordered
+            for number, change in enumerate(TYPES.values()):
+                has_type_B = types_B == number
+                if images.is_cpu:
+                    # Eight times less work than below, but the host has to know their number.
+                    (rows,) = has_type_B.nonzero(as_tuple=True)
+                    if len(rows):
+                        changed = change(images[rows], drawn_B[rows], tables)
+                        images[rows] = changed.to(images.dtype)
+                else:
+                    changed = change(images, drawn_B, tables).to(images.dtype)
+                    images = torch.where(has_type_B[:, None, None, None], changed, images)
         return images
 
     def _build_operations(self, height: int, width: int) -> list[Operation]:
@@ -138,7 +143,7 @@ class Policy:
         values = apply_to(old_values[None], TABLES)
         factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)
         return OperationTables(
-            types=np.array([_type_of(name) for name, _ in operations]),
+            types=to_device(np.array([_type_of(name) for name, _ in operations]), device),
             sources=to_device(sources, device),
             values=to_device(values, device),
             factors=to_device(factors[:, None, None, None], device),
@@ -301,10 +306,10 @@ TYPES: dict[tuple[str, ...], Callable[[Tensor, Tensor, OperationTables], Tensor]
     ("Color",): partial(blend, luma),
     ("Contrast",): partial(blend, mean_grey),
     ("Sharpness",): partial(blend, smooth),
-    ("Identity",): lambda images, *_: images,
 }
+IDENTITY = len(TYPES)
 
 
 def _type_of(name: str) -> int:
     """Return the index in `TYPES` of an operation."""
-    return next(index for index, names in enumerate(TYPES) if name in names)
+    return next((index for index, names in enumerate(TYPES) if name in names), IDENTITY)

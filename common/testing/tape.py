@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.recording import Result
 
@@ -56,6 +56,9 @@ class _Tape(TorchDispatchMode):
         if operation._overloadpacket in REFUSED:
             raise RuntimeError(f"{operation} waits for its result, which no graph can record")
         result = operation(*args, **kwargs)
-        if not operation.is_view and operation is not aten.detach.default:
-            self.tape.append((operation, args, kwargs, tree_leaves(result)))
+        is_view = operation.is_view or torch.Tag.inplace_view in operation.tags
+        if not is_view and operation is not aten.detach.default:
+            # Views: the function may change the shape of a result in place, as unsqueeze_ does.
+            outputs = tree_leaves(tree_map_only(Tensor, torch.detach, result))
+            self.tape.append((operation, args, kwargs, outputs))
         return result

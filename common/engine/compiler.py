@@ -78,6 +78,19 @@ def count_graphs() -> int:
     return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
+def _repair_random_numbers() -> None:
+    """Let inductor draw each random number alone on a GPU.
+
+    torch 2.13 and 2.14 draw four at once, which makes wrong dropout masks (pytorch issue 198333);
+    2.15 does with TORCHINDUCTOR_USE_RAND4X=1 only.
+    """
+    # Seconds, which inductor takes anyway.
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    if hasattr(TritonOverrides, "_can_use_4x_random"):
+        TritonOverrides._can_use_4x_random = staticmethod(lambda: False)
+
+
 def compile_model(
     model: nn.Module,
     how: bool | str | None,
@@ -99,6 +112,8 @@ def compile_model(
     # Graphs are not split where DDP's buckets end: a block's is small enough to overlap with the
     # communication of the one before.
     torch._dynamo.config.optimize_ddp = False
+    if backend == "inductor":
+        _repair_random_numbers()
     mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
     # `Module.compile` works in place and keeps the names of parameters.
     for part in [model] if how == "model" else blocks:

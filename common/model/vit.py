@@ -101,17 +101,21 @@ class ConvStem(nn.Sequential):
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, except that on CPUs it draws other random numbers.
+    """`nn.Dropout`, except that on CPUs and in compiled code it draws other random numbers.
 
     PyTorch draws one Bernoulli number per value on CPUs, which takes longer than a block's matrix
-    products in bfloat16. Here a 64-bit random integer serves four values. ``p`` is rounded to a
+    products in bfloat16. Inductor computes one Philox per value, three to five times the cost of
+    the memory traffic. Here a 64-bit random integer serves four values. ``p`` is rounded to a
     multiple of 1/65536; kept values are scaled by the inverse of the exact keep probability.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         kept_levels = round((1 - self.p) * MASK_LEVELS)
         is_random = self.training and 0 < kept_levels < MASK_LEVELS
-        if not is_random or not x.is_cpu or torch.compiler.is_compiling():
+        if is_random and torch.compiler.is_compiling():
+            is_kept = draw_mask(x, kept_levels)
+            return torch.where(is_kept, x * (MASK_LEVELS / kept_levels), 0)
+        if not is_random or not x.is_cpu:
             return super().forward(x)
         count = x.numel()
         integers = torch.empty((count + 3) // 4, dtype=torch.int64)
@@ -123,6 +127,24 @@ class Dropout(nn.Dropout):
         # Up to three values of the last integer are left over.
         mask = is_kept[:count].view(x.shape).to(x.dtype)
         return (x * mask).mul_(MASK_LEVELS / kept_levels)
+
+
+def draw_mask(x: Tensor, kept_levels: int) -> Tensor:
+    """Return which values of ``x`` to keep, bool, in code that inductor compiles.
+
+    A kernel of its own writes the mask packed, eight values a byte: a kernel for ``x`` would
+    compute the random numbers of each value anew.
+    """
+    octets = (x.numel() + 7) // 8
+    packed = torch.zeros(octets, dtype=torch.uint8, device=x.device)
+    for first in (0, 4):
+        integers = torch.randint(-(2**63), 2**63 - 1, (octets,), device=x.device)
+        for number in range(4):
+            levels = (integers >> 16 * number) & (MASK_LEVELS - 1)
+            packed |= (levels < kept_levels).to(torch.uint8) << (first + number)
+    bits = torch.arange(8, dtype=torch.uint8, device=x.device)
+    is_kept = (packed[:, None] >> bits) & 1
+    return is_kept.flatten()[: x.numel()].view(x.shape).bool()
 
 
 class Attention(nn.Module):

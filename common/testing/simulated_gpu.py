@@ -315,7 +315,7 @@ def simulate_gpu() -> SimulatedGpu:
     torch._C._set_only_lift_cpu_tensors(
         True
     )  # with True, torch.tensor(..., device) copies by an operation that the mode sees
-    _let_autograd_run()
+    let_autograd_run()
     gpu.__enter__()
     loader.ThreadPoolExecutor = partial(
         ThreadPoolExecutor, initializer=gpu.__enter__
@@ -336,7 +336,7 @@ def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
     return images, waits, {thread: count / len(images) for thread, count in gpu.kernels.items()}
 
 
-def _let_autograd_run():
+def let_autograd_run():
     """Let C++ take cuda:0 for a device without a context: autograd asks."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get_hooks = library["_ZN2at6detail12getCUDAHooksEv"]  # at::detail::getCUDAHooks
@@ -353,5 +353,5 @@ def _let_autograd_run():
         answer, ctypes.c_void_p
     )  # hasPrimaryContext, in ATen/detail/AcceleratorHooksInterface.h
     hooks[0] = ctypes.addressof(table) + 16
-    _let_autograd_run.kept = table, answer  # C++ points to them: they must stay
+    let_autograd_run.kept = table, answer  # C++ points to them: they must stay
     torch._C._ensureCUDADeviceGuardSet()

@@ -45,6 +45,7 @@ def main(argv: list[str]) -> None:
         plan.micro_batch,
         resolutions=plan.resolutions,
         seed=config.SEED,
+        graphs=config.GRAPHS,
         **loaders,
     )
     train_loader.augment = BatchAugment(**run.augmentation)  # on the device, after any loader

@@ -46,6 +46,7 @@ def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None
         order=plan.order,
         resolutions=plan.resolutions,
         seed=config.SEED,
+        graphs=config.GRAPHS,
         **loaders,
     )
     train_loader.augment = BatchAugment(**run.augmentation)  # on the device, after any loader

@@ -190,12 +190,13 @@ def build_train_loader(
     image_size: int,
     device: torch.device,
     build_reader: Callable[..., BatchReader] = ImageReader,
+    graphs: bool = False,
     **sampling: Any,
 ) -> Loader:
     """Return the loader of random crops; each epoch permutes ``images``, or their ``blocks``.
 
-    ``sampling`` are ``dp_rank``, ``dp_size``, ``sharing``, ``seed``, ``resolutions`` and ``blocks``
-    of `TrainSampler`.
+    ``graphs`` has no effect: decoding cannot be a CUDA graph. ``sampling`` are ``dp_rank``,
+    ``dp_size``, ``sharing``, ``seed``, ``resolutions`` and ``blocks`` of `TrainSampler`.
     """
     augment = None
     uniforms = CROP_UNIFORMS

@@ -23,7 +23,7 @@ class _Call:
 
 
 class Recorded:
-    """Call ``function``, with ``graphs`` as a CUDA graph where the device has them.
+    """Call ``function``, with ``graphs`` on a GPU as a CUDA graph.
 
     The first call with the inputs' shapes and ``settings`` runs the function as it is, and the
     second records it. The results are the same, in memory of their own. All calls must be on one
@@ -32,7 +32,7 @@ class Recorded:
 
     def __init__(self, function: Callable[..., Tensors], device: torch.device, graphs: bool):
         self.function = function
-        self.build = RECORDINGS.get(device.type) if graphs else None
+        self.build = RECORDINGS["cuda"] if graphs and device.type == "cuda" else None
         self.calls: dict[Any, _Call] = {}
 
     def __call__(self, *inputs: Tensor, **settings: Any) -> Tensors:

@@ -46,6 +46,7 @@ def train(argv: list[str], task: Task, text: str | None = None) -> None:
         plan.micro_batch,
         resolutions=plan.resolutions,
         seed=config.SEED,
+        graphs=config.GRAPHS,
         **loaders,
     )
     train_loader.augment = BatchAugment(**run.augmentation)  # on the device, after any loader

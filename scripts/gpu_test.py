@@ -20,6 +20,7 @@ from gpu import VIT_B16, VIT_S16, photographs, write_row
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cifar10_benchmark.task import build_train_loader as build_cifar10
 from cifar10_benchmark.train import main as train_cifar10
 from common.config.load import load_config
 from common.engine.tensor_parallel.layout import resolve_parallel
@@ -29,8 +30,10 @@ from common.files import ROOT
 from common.hardware import cores
 from common.metrics.metrics_file import read_metrics
 from common.model.build import build_model
+from common.model.vit import Dropout
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
+from common.resolutions import Resolution
 from common.run.run import Run
 from common.shards.prepare import prepare
 from common.testing.commands import in_words
@@ -226,6 +229,48 @@ def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
     )
     record(steps_without_waiting=hook.steps)
     assert hook.steps > 10
+
+
+def test_a_cuda_graph_augments_as_a_cpu_does(tmp_path, record):
+    """CIFAR-10's batches of two sizes, with AutoAugment."""
+    for split in ("train", "test"):
+        write_photographs(tmp_path / split, ("cat", "dog"), 640, 32, 32)
+    data = load_config("vit_lite_vanilla", [f"DATA.root={tmp_path}"])["DATA"]
+    resolutions = [Resolution(1, 24, 64, 1), Resolution(2, 32, 64, 1)]
+
+    def read(device: torch.device, graphs: bool) -> list[Tensor]:
+        place = dict(image_size=32, device=device, resolutions=resolutions)
+        loader = build_cifar10(data, 64, 64, seed=0, graphs=graphs, **place)
+        return [images.cpu() for _ in range(2) for images, _ in loader]
+
+    expected = read(torch.device("cpu"), False)
+    plain = read(DEVICE, False)
+    recorded = read(DEVICE, True)
+    differences = [
+        max((one - two).abs().max().item() for one, two in zip(batches, expected, strict=True))
+        for batches in (plain, recorded)
+    ]
+    record(plain=differences[0], recorded=differences[1])
+    assert all(map(torch.equal, plain, recorded))
+    # Resizing and normalising may round otherwise than on a CPU.
+    assert differences[0] < 0.02
+
+
+def test_compiled_dropout(record):
+    """The rate, the backward pass's mask, and the independence of neighbours in a byte."""
+    layer = torch.compile(Dropout(0.1))
+    x = torch.ones(1 << 24, device=DEVICE, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    dropped = (y == 0).double()
+    groups = dropped.view(-1, 8)
+    spread = (0.1 * 0.9 / len(groups)) ** 0.5
+    rates = groups.mean(0) - 0.1
+    neighbours = torch.corrcoef(groups.T) - torch.eye(8, device=DEVICE)
+    record(rate=dropped.mean().item(), correlation=neighbours.abs().max().item())
+    assert torch.equal(x.grad, y)
+    assert rates.abs().max() < 5 * spread
+    assert neighbours.abs().max() < 5 / len(groups) ** 0.5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

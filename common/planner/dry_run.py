@@ -19,7 +19,7 @@ from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_flops
 from common.planner.cluster import DECODE, LATENCY, Cluster
-from common.planner.prediction import ASSUMED_MFU, USABLE, Phase, Planner, Prediction
+from common.planner.prediction import ASSUMED_MFU, NCCL_BUFFERS, USABLE, Phase, Planner, Prediction
 from common.resolutions import resolution_at
 from common.text import counted, format_table, print_wrapped
 
@@ -51,7 +51,7 @@ def print_dry_run(
     rows = _describe_plan(config, plan, data)
     phases = planner.predict_phases(prediction)
     # The phase of full size needs most, unless smaller images have larger micro-batches.
-    largest = max((phase.prediction for phase in phases), key=lambda each: each.estimate.peak)
+    largest = max((phase.prediction for phase in phases), key=lambda each: each.memory)
     rows["memory per GPU"] = _describe_memory(largest, cluster)
     if not is_compared:
         rows["time"] = (
@@ -83,7 +83,7 @@ def _print_phases(config: Values, phases: Sequence[Phase], full: Prediction, ima
             "pixels": phase.image_size,
             "batch": _describe_batch(phase.prediction),
             "GFLOP/image": f"{_count_flops(config, [phase]) / phase.epochs / 1e9:.3g}",
-            "GB": f"{phase.prediction.estimate.peak / 1e9:.2f}",
+            "GB": f"{phase.prediction.memory / 1e9:.2f}",
             "time": f"*{time}" if phase.prediction.waits else time,
         }
         rows.append(row)
@@ -201,10 +201,13 @@ def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     """Return what takes the memory at the peak, and whether it fits."""
     estimate = prediction.estimate
     parts = (
-        f"{estimate.peak / 1e9:.3f} GB at the peak: {estimate.weights / 1e9:.3f} weights, "
+        f"{prediction.memory / 1e9:.3f} GB at the peak: {estimate.weights / 1e9:.3f} weights, "
         f"{estimate.gradients / 1e9:.3f} gradients, {estimate.optimizer / 1e9:.3f} optimizer, "
         f"{estimate.activations / 1e9:.3f} activations and temporaries"
     )
+    if estimate.groups:
+        groups = counted(estimate.groups, "group")
+        parts += f", {NCCL_BUFFERS * estimate.groups / 1e9:.1f} NCCL's buffers for {groups}"
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
     return (
@@ -314,9 +317,10 @@ def _assumptions(planner: Planner) -> list[str]:
         f"{1e6 * LATENCY:.0f} us. The slower time assumes no overlap of computation and "
         "communication.",
         host,
-        f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
+        f"Memory and bytes are counted, except NCCL's buffers: {NCCL_BUFFERS / 1e9:g} GB for each "
+        f"group of GPUs (assumed). {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU "
-        "in a step, within + between nodes.",
+        "in a step, within + between nodes; calls: collectives per micro-batch.",
     ]
 
 
@@ -327,8 +331,9 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     row = {
         "mode": prediction.mode,
         "batch": _describe_batch(prediction),
-        "GB": f"{estimate.peak / 1e9:.2f}",
+        "GB": f"{prediction.memory / 1e9:.2f}",
         "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
+        "calls": f"{sum(estimate.calls.values()) / prediction.accumulation:,.0f}",
         "step ms": "does not fit",
         "images/s": "",
     }

@@ -27,7 +27,8 @@ LAUNCH_SECONDS = (
 )
 BLOCKS = 12  # assumed for a model that does not say how many it has
 MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
-USABLE = 0.9  # fraction of a GPU's memory; CUDA's context, NCCL and fragmentation take the rest
+USABLE = 0.9  # fraction of a GPU's memory; CUDA's context and fragmentation take the rest
+NCCL_BUFFERS = 0.4e9  # bytes of a group's communicator; an estimate, not measured
 BACKWARD_SHARE = 2 / 3  # the backward pass's fraction of the time of both passes
 NO_TENSOR_PARALLELISM = {"mode": None, "size": 1}
 
@@ -42,6 +43,7 @@ class Prediction:
     micro_batch: int
     accumulation: int
     estimate: StepEstimate
+    memory: float  # bytes at the peak, with the buffers of NCCL
     fits: bool  # in the memory of a GPU
     slowest_step: float  # nothing overlaps but decoding
     # A well-tuned GPU sends gradients during the last micro-batch's backward pass.
@@ -191,7 +193,7 @@ class Planner:
             # fit.
             if prediction and micro_batch != sizes[-1]:
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
-                if prediction.estimate.peak - saved > USABLE * self.cluster.memory:
+                if prediction.memory - saved > USABLE * self.cluster.memory:
                     continue
             prediction = self.predict(config, micro_batch, samples // micro_batch)
             if prediction.fits:
@@ -244,6 +246,7 @@ class Planner:
         speedup = self.speedup if tensor["size"] == 1 else 1.0
         slow, fast = self._step_times(estimate, accumulation, speedup)
         fastest_step = max(fast, decoding)
+        memory = estimate.peak + NCCL_BUFFERS * estimate.groups
         return Prediction(
             tensor=tensor,
             zero=config["zero"] and config["zero"]["stage"],
@@ -251,7 +254,8 @@ class Planner:
             micro_batch=micro_batch,
             accumulation=accumulation,
             estimate=estimate,
-            fits=estimate.peak <= USABLE * self.cluster.memory,
+            memory=memory,
+            fits=memory <= USABLE * self.cluster.memory,
             slowest_step=max(slow, decoding),
             fastest_step=fastest_step,
             # A thousandth more than the decoding is a wait all the same.

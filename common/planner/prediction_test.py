@@ -150,10 +150,31 @@ def test_gradients_are_reduced_during_the_last_backward_pass(between, micro_batc
     assert found.slowest_step - found.fastest_step == pytest.approx(min(reduction, overlap))
 
 
+def test_a_modes_collectives_take_time_and_its_groups_memory():
+    """2D on 4 GPUs: 4 linear layers a block; forward, and backward for each of both factors, two
+    products of a SUMMA, which send 2 blocks forward, and backward one and a sum.
+    """
+    config = build_config(depth=12) | in_micro_batches(64)
+    cluster = Cluster(decode=1e9, images_per_s=1e9)
+    found = {each.mode: each for each in build_planner(config, 4, cluster).predict_modes()}
+    square = found["2d 2 x 2"]
+    sent = square.estimate.calls
+    number = {
+        name: sum(count for (kind, _), count in sent.items() if kind == name)
+        for name in ("broadcast", "reduce")
+    }
+    times = square.accumulation
+    assert number == {"broadcast": times * 12 * 4 * (2 * 2 + 2 * 2), "reduce": times * 12 * 4 * 4}
+    # A launch of a block is 1 ms, a collective 20 us.
+    assert square.slowest_step > times * (12e-3 + 576 * 20e-6)
+    for mode, groups in {"data parallel": 1, "1d 2": 2, "2d 2 x 2": 3}.items():
+        assert found[mode].memory - found[mode].estimate.peak == pytest.approx(groups * 0.4e9)
+
+
 def test_the_micro_batch_is_the_one_that_is_set_or_the_largest_that_fits():
     roomy, tight = (
         predict(8, cluster, **WHOLE_ONLY)["data parallel"]
-        for cluster in (CLUSTER, Cluster(memory=1e9))
+        for cluster in (CLUSTER, Cluster(memory=1e9 + 0.4e9 / 0.9))  # with NCCL's buffers
     )
     assert (roomy.micro_batch, roomy.accumulation) == (512, 1)
     assert roomy.estimate.peak > 0.9e9 >= tight.estimate.peak

@@ -147,6 +147,11 @@ class StepEstimate:
         return max(self.training_peak, self.update_peak)
 
     @property
+    def groups(self) -> int:
+        """The number of groups of several ranks whose collectives a step has."""
+        return len({ranks for _, ranks in self.calls if len(ranks) > 1})
+
+    @property
     def activations(self) -> int:
         """Bytes at the peak that are neither weights, gradients nor optimizer state."""
         return max(0, self.peak - self.weights - self.gradients - self.optimizer)

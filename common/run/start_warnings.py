@@ -69,7 +69,7 @@ def explain_sizes(config: Values, plan: Plan, cluster: Cluster) -> str:
         step = each.micro_batch, each.accumulation, each.image_size
         prediction = planner.predict(config, *step)
         if not prediction.fits:
-            need = describe_bytes(prediction.estimate.peak)
+            need = describe_bytes(prediction.memory)
             return (
                 f"warning: from epoch {begin + 1} on, {each.micro_batch} images of "
                 f"{each.image_size} pixels are expected to take {need}, too much for a GPU with "

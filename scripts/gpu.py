@@ -3,6 +3,8 @@
     python scripts/gpu.py a            # tests, in parallel; then training steps, ceilings, LAMB
     python scripts/gpu.py b            # DALI, training from JPEGs, training steps of ViT-S/16
     python scripts/gpu.py              # both, about 13 minutes
+    python scripts/gpu.py c            # CIFAR-10: what a step waits for, training to the end
+    python scripts/gpu.py d            # JPEGs: what limits the pipeline; matrix products
     python scripts/gpu.py piece lamb   # one piece, in this process, for as long as it takes
 
 A piece is one question: tests of scripts/gpu_test.py chosen by name, or a function of this file.
@@ -147,13 +149,14 @@ def measure_step(
     finally:
         stop_signals.restore()
         shutdown()
-    images_per_s = BATCH / work.seconds
+    batch = work.config["TOTAL_BATCH_SIZE"]
+    images_per_s = batch / work.seconds
     bfloat16 = {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}
     peak = peak_images_per_s(work.config["MODEL"], bfloat16, 1, torch.device(timed_steps.DEVICE))
     figures = {"ms": 1e3 * work.seconds, "images_per_s": images_per_s, "mfu": images_per_s / peak}
     if timed_steps.DEVICE == "cuda":
         figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures)
+    write_row(piece=f"speed-{model}", variant=name, batch=batch, **figures)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -164,6 +167,65 @@ def seconds_of(call: Callable[[], object]) -> float:
     for _ in work:
         call()
     return work.seconds
+
+
+def graphs(is_used: bool) -> list[str]:
+    """Return the setting of CUDA graphs, if this version has them: some recipes use them."""
+    from common.config.schema import known_keys
+
+    return [f"GRAPHS={is_used}"] if "GRAPHS" in known_keys() else []
+
+
+def lite() -> None:
+    """Time what a step of ViT-Lite-7/4 at batch 512 consists of: on images in memory, and these."""
+    import numpy as np
+    import testing as timed_steps
+    import torch
+
+    from cifar10_benchmark.dataset import Images
+    from cifar10_benchmark.task import UNIFORMS_PER_SAMPLE, Augment, MemoryReader
+    from common.config.load import load_config
+    from common.data.sampler import TrainSampler
+
+    batch = BATCH if TINY else 512
+
+    def measure(name: str, train: Callable[[Any], None], *more: str, how: bool = True) -> None:
+        measure_step("lite", name, train, how, f"TOTAL_BATCH_SIZE={batch}", *more)
+
+    eager = graphs(False)
+    measure("ours", timed_steps.ours, *eager)
+    measure("bare PyTorch", timed_steps.bare, *eager)
+    measure("ours, the recipe's dropout", timed_steps.ours, "MODEL.dropout=0.1", *eager)
+    measure("ours, not compiled", timed_steps.ours, *eager, how=False)
+    if eager:
+        measure("ours, graphs", timed_steps.ours, *graphs(True))
+    images = np.zeros((50_000, 3, 32, 32), np.uint8)
+    split = Images(images, np.zeros(len(images), np.int64))
+    sampler = TrainSampler(len(images), batch, batch, seed=0, num_uniforms=UNIFORMS_PER_SAMPLE)
+    data = load_config("vit_lite_vanilla")["DATA"]
+    for policy in ("cifar10", None):
+        augment = Augment(data["crop_padding"], data["flip"], policy)
+        reader = MemoryReader(split, augment, data, torch.device(timed_steps.DEVICE))
+        batches = reader.read(sampler.draws(0))
+        seconds = seconds_of(partial(next, batches))
+        write_row(piece="lite", variant=f"batches, autoaugment={policy}", ms=1e3 * seconds)
+
+
+def dropout() -> None:
+    """Time a step of ViT-S/16 with dropout, also by other random numbers of the compiler's."""
+    import testing as timed_steps
+    from torch._inductor import config as inductor
+
+    measure = partial(measure_step, "s16")
+    measure("ours, no dropout", timed_steps.ours)
+    measure("ours, dropout", timed_steps.ours, True, "MODEL.dropout=0.1")
+    # eager's kernel; four numbers of a Philox (wrong masks before torch 2.15: pytorch 198333)
+    for name in ("fallback_random", "use_rand4x"):
+        if hasattr(inductor, name):
+            with inductor.patch({name: True}):
+                measure(f"ours, dropout, {name}", timed_steps.ours, True, "MODEL.dropout=0.1")
+    measure("ours, no dropout, again", timed_steps.ours)
+    measure("bare PyTorch, again", timed_steps.bare)
 
 
 def ceilings() -> None:
@@ -297,13 +359,13 @@ def pipeline(kind: str, *more: str) -> None:
         train_by_script(piece, "train", script, *settings, *more)
 
 
-def cifar() -> None:
-    """Train ViT-Lite-7/4 on CIFAR-10 for its 200 epochs, in bfloat16; a row an evaluation."""
+def cifar(name: str, recipe: str, *more: str) -> None:
+    """Train on CIFAR-10 by ``recipe`` to its end, in bfloat16; a row an evaluation."""
     from common.testing.photographs import write_photographs
 
     folder = WORK / "cifar10"  # may have been unpacked before
     source = os.environ.get("CIFAR10")
-    settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10"]
+    settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", *graphs(True), *more]
     if TINY:
         settings += ["MAX_STEPS=40", "EVAL_EVERY=20", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1"]
         folder = WORK / "tiny"
@@ -314,8 +376,27 @@ def cifar() -> None:
         folder = Path(source)
     elif source is None:
         settings.append("DATA.download=True")  # has no effect on a folder of images
-    script = "cifar10_benchmark/train.py --config vit_lite_vanilla"
-    train_by_script("cifar", "eval", script, f"DATA.root={folder}", *settings)
+    script = f"cifar10_benchmark/train.py --config {recipe}"
+    train_by_script(name, "eval", script, f"DATA.root={folder}", *settings)
+
+
+def profile() -> None:
+    """Profile steps of ViT-Lite-7/4 on CIFAR-10; a row of the GPU's kernels and copies."""
+    steps = 5
+    cifar("profile", f"vit_lite_vanilla --profile {steps}")
+    path = WORK / "profile" / "profile" / "trace.json"
+    busy = end = 0.0  # microseconds
+    spans = []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+    spans.sort()
+    for start, stop in spans:
+        busy += max(0, stop - max(start, end))  # several streams may run at once
+        end = max(end, stop)
+    total = end - spans[0][0] if spans else 0
+    figures = dict(kernels=len(spans) / steps, ms=total / steps / 1e3, busy_ms=busy / steps / 1e3)
+    write_row(piece="profile", steps=steps, **figures)
 
 
 @dataclass(frozen=True)
@@ -341,7 +422,11 @@ PIECES = {
     "tools": Piece(200, "tools"),
     "speed-b16": Piece(150, partial(speed, "b16")),
     "speed-s16": Piece(130, partial(speed, "s16")),
-    "speed-lite": Piece(85, partial(speed, "lite")),  # in neither call: the one for a CPU
+    "speed-lite": Piece(85, partial(speed, "lite")),  # in no call: the one for a CPU
+    "lite": Piece(75, lite),
+    "profile": Piece(50, profile),
+    "graphs": Piece(60, "graphs"),
+    "dropout": Piece(90, dropout),
     "ceilings": Piece(40, ceilings),
     "lamb": Piece(50, lamb),
     "dali-pixels": Piece(60, "dali_pixels"),
@@ -350,14 +435,19 @@ PIECES = {
     # DALI's threads wait for the GPU, which trains: more of them than cores may pay.
     "pipeline-dali-threads": Piece(110, partial(pipeline, "dali", "DATA.workers=48")),
     "pipeline-torchvision": Piece(110, partial(pipeline, "torchvision")),
-    "cifar": Piece(900, cifar),  # in neither call: it takes about eleven minutes
+    "cifar-fast": Piece(150, partial(cifar, "cifar-fast", "vit_lite_fast")),
+    # about eleven minutes without graphs
+    "cifar": Piece(900, partial(cifar, "cifar", "vit_lite_vanilla", "EVAL_EVERY=10")),
 }
 # The groups of pieces that run at once, one group after another, and seconds for all.
 A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
 A += [["speed-b16"], ["ceilings"], ["lamb"]]
 B = [["dali-pixels"], ["dali"], ["pipeline-dali"], ["pipeline-dali-threads"], ["speed-s16"]]
 B += [["pipeline-torchvision"]]
-CALLS = {"a": (A, 400.0), "b": (B, 430.0)}
+# The second quarter of an hour asks nothing that the first has answered (docs/performance.md).
+C = [["lite"], ["profile"], ["graphs"], ["cifar-fast"], ["dropout"], ["cifar"]]
+D = [["ceilings"], ["dali-pixels"]]
+CALLS = {"a": (A, 400.0), "b": (B, 430.0), "c": (C, 425.0), "d": (D, 325.0)}
 
 
 # --- the driver
@@ -436,7 +526,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", choices=[*CALLS, "piece"], help="default: a, then b")
     parser.add_argument("name", nargs="?", choices=PIECES, help="of a piece")
-    parser.add_argument("--seconds", type=float, help="at most, for each of a (400) and b (430)")
+    parser.add_argument("--seconds", type=float, help="at most, for a call (default: 325 to 430)")
     args = parser.parse_args()
     if args.what == "piece":
         run = PIECES[args.name].run
@@ -444,7 +534,7 @@ def main() -> None:
             os.execv(sys.executable, [sys.executable, *PYTEST, "-k", run])
         run()
         return
-    for call in [args.what] if args.what else CALLS:
+    for call in [args.what] if args.what else "ab":
         groups, seconds = CALLS[call]
         run_call(groups, args.seconds or seconds)
 

@@ -19,12 +19,55 @@ def test_the_warm_up_is_not_timed(monkeypatch):
     assert work.seconds == 1.0
 
 
-@pytest.mark.parametrize("train", [timed_steps.ours, timed_steps.bare, timed_steps.timm])
-def test_a_step_is_timed(train, tmp_path, monkeypatch):
-    changed = dict(TINY=True, OUT=tmp_path, ROWS=tmp_path / "rows", MODELS={"lite": gpu.SMALL})
-    for name, value in changed.items():
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Make the pieces small, with their rows and work in a folder of the test."""
+    changed = dict(TINY=True, OUT=tmp_path, ROWS=tmp_path / "rows", WORK=tmp_path)
+    for name, value in (changed | {"MODELS": {"lite": gpu.SMALL}}).items():
         monkeypatch.setattr(gpu, name, value)
+
+
+def read_rows() -> list[dict]:
+    return [json.loads(line) for line in gpu.ROWS.read_text().splitlines()]
+
+
+def test_the_calls_have_known_pieces():
+    for groups, _ in gpu.CALLS.values():
+        assert {name for names in groups for name in names} <= gpu.PIECES.keys()
+
+
+def test_the_parts_of_a_step_are_timed(tiny, monkeypatch):
+    steps = []
+    monkeypatch.setattr(gpu, "BATCH", 8)
+    monkeypatch.setattr(gpu, "measure_step", lambda *args: steps.append(args[1]))
+    gpu.lite()
+    assert {"ours", "bare PyTorch", "ours, not compiled"} <= set(steps)
+    rows = {row["variant"]: row["ms"] for row in read_rows()}
+    assert rows["batches, autoaugment=cifar10"] > rows["batches, autoaugment=None"] > 0
+
+
+def test_a_profile_counts_kernels_and_the_time_in_which_any_runs(tiny, tmp_path, monkeypatch):
+    def event(category: str, start: float, duration: float) -> dict:
+        return {"cat": category, "ts": 1000 + start, "dur": duration}
+
+    # two streams; 15 microseconds of nothing; a copy
+    events = [event("gpu_memcpy", 30, 5), event("kernel", 5, 10), event("kernel", 0, 10)]
+    events += [event("cpu_op", 0, 90), {"name": "process_name"}]
+    (tmp_path / "profile" / "profile").mkdir(parents=True)
+    path = tmp_path / "profile" / "profile" / "trace.json"
+    monkeypatch.setattr(
+        gpu, "cifar", lambda *_: path.write_text(json.dumps({"traceEvents": events}))
+    )
+    gpu.profile()
+    (row,) = read_rows()
+    assert row["kernels"] == 3 / 5  # of five steps
+    assert row["ms"] == pytest.approx(35e-3 / 5)
+    assert row["busy_ms"] == pytest.approx(20e-3 / 5)
+
+
+@pytest.mark.parametrize("train", [timed_steps.ours, timed_steps.bare, timed_steps.timm])
+def test_a_step_is_timed(train, tiny):
     run_ranks(1, gpu.measure_step, "lite", "the loop", train, False)  # a run changes its process
-    row = json.loads(gpu.ROWS.read_text())
+    (row,) = read_rows()
     assert row["ms"] > 0, row
     assert (row["variant"], row["batch"]) == ("the loop", gpu.BATCH)

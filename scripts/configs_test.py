@@ -41,7 +41,7 @@ def test_the_quickstarts_digits_are_scikit_learns(tmp_path):
     with Image.open(tmp_path / f"{digits.target[1796]}/1796.jpg") as image:
         shrunk = image.resize((8, 8), Image.Resampling.BOX)
     assert image.size == (32, 32)
-    found = np.asarray(shrunk)[..., 0] * 16 / 255
+    found = np.asarray(shrunk)[..., 0] * (16 / 255)
     difference = abs(found - digits.images[1796]).mean()
     assert difference == pytest.approx(0.762, abs=0.006)  # the enlargement's
 

@@ -374,7 +374,8 @@ class Config(Section):
 
     LR_SCHEDULE: Literal[*SCHEDULES] = "cosine"  # pyright: ignore[reportInvalidTypeForm]
     """decay after warm-up, to `MIN_LR`; `timm`: one cosine over all steps; warm-up replaces its
-    beginning; `wsd`: the peak until a linear decay, `wsd_sqrt`: until 1 - sqrt (docs/recipes.md)"""
+    beginning; `wsd`: the peak until a linear decay, `wsd_sqrt`: until 1 - sqrt
+    (docs/large-batches.md)"""
 
     DECAY: Positive = 0.2
     """`wsd`, `wsd_sqrt`: the decay's share of `NUM_EPOCHS` if below 1, else its epochs"""

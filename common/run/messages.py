@@ -15,7 +15,13 @@ from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.run.checks import Prepared, check_init
 from common.run.reading_order import choose_order
-from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes, spare_classes
+from common.run.start_warnings import (
+    explain_cpu,
+    explain_cudnn,
+    explain_muon,
+    explain_sizes,
+    spare_classes,
+)
 from common.task import Task, ignored_root, named_root
 from common.text import print_wrapped
 
@@ -58,6 +64,7 @@ def announce(
         explain_cudnn(),
         torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
         spare_classes(prepared),
+        "" if origin else explain_muon(config),
         precision.warning,
     ):
         if warning:

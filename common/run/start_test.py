@@ -63,6 +63,25 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     assert ": step-00000001); a new head" in first["init"]
 
 
+def test_muon_on_weights_that_adamw_trained_is_warned_of_once(data, tmp_path):
+    muon = "OPTIMIZER.name=muon"
+    of_adamw, of_muon = (tmp_path / name for name in ("adamw", "muon"))
+    start(data, of_adamw)
+    init = f"INIT={of_adamw}"
+    line = (
+        f"warning: Muon fine-tunes weights of Adam or AdamW, as those of {of_adamw} may be, worse"
+    )
+    warned = start(data, of_muon, muon, init)
+    assert " ".join(warned.stderr.split()).count(line) == 1
+    for output, settings in {
+        "muon": (muon, init, "MAX_STEPS=2"),  # resumed
+        "same": (muon, f"INIT={of_muon}"),
+        "head": (muon, init, "FREEZE=body"),
+        "adam": (init,),
+    }.items():
+        assert "Muon" not in start(data, tmp_path / output, *settings).stderr
+
+
 def train_alike(data: Path, output: Path, settings: list[str], lost: str) -> str:
     """Train on a copy of the data, which lacks ``lost`` on the second rank; return why not."""
     rank = int(os.environ["RANK"])

@@ -1,11 +1,14 @@
 """What a run warns of when it starts, and how it explains that memory is full."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from common.checkpoint.content import read_about, read_config
 from common.config.plan import Plan
+from common.errors import UserError
 from common.files import Values
 from common.model.flops import peak_images_per_s
 from common.planner.cluster import Cluster, cluster_here
@@ -90,6 +93,22 @@ def spare_classes(run: Prepared) -> str:
     return (
         f"warning: MODEL.num_classes={classes} is more than the data set's {run.data.num_classes} "
         "classes; None takes as many as it has"
+    )
+
+
+def explain_muon(config: Values) -> str:
+    """Return a warning where Muon trains on from weights that AdamW may have trained; else ""."""
+    source = config["INIT"]
+    # Muon does not update the head.
+    if config["OPTIMIZER"]["name"] != "muon" or not source or config["FREEZE"]:
+        return ""
+    with suppress(UserError):  # weights that no run of ours trained
+        folder = Path(source)
+        if read_config(folder, read_about(folder))["OPTIMIZER"]["name"] == "muon":
+            return ""
+    return (
+        f"warning: Muon fine-tunes weights of Adam or AdamW, as those of {source} may be, worse "
+        "than these do (arXiv 2605.10468; not measured here): --set OPTIMIZER.name=adamw"
     )
 
 

@@ -31,7 +31,8 @@ class SavedRun:
     ``chosen`` says why this checkpoint. ``weights`` is the file that is used: their moving
     average's, where there is one. ``config`` is resolved; ``about`` is the run record, all of
     config.json.
-    ``foreign`` are the parameters of a model that no run of this project trained.
+    ``foreign`` are the parameters of a model that no run of this project trained. ``temperature``
+    divides the logits in predictions and exports.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class SavedRun:
     about: dict[str, Any]
     weights: str = MODEL
     foreign: Tensors | None = None
+    temperature: float = 1.0
 
     @property
     def batch(self) -> int:

@@ -1,6 +1,7 @@
 """The arguments that evaluate, predict and export share."""
 
 import argparse
+import math
 from pathlib import Path
 
 from common.checkpoint.saved_run import SavedRun
@@ -15,7 +16,9 @@ OTHERS = (
 )
 
 
-def build_parser(description: str | None, *, takes_others: bool = False) -> argparse.ArgumentParser:
+def build_parser(
+    description: str | None, *, takes_others: bool = False, takes_temperature: bool = False
+) -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is what `open_run` opens.
 
     ``takes_others``: or what `open_model` opens, which may need ``--set``.
@@ -30,6 +33,13 @@ def build_parser(description: str | None, *, takes_others: bool = False) -> argp
     add("--raw", action="store_true", help="use the weights instead of their moving average (EMA)")
     add("--classes", metavar="FILE", help=CLASSES_HELP)
     add("--task", type=add_task, metavar="FILE", help="of a task of your own: its script")
+    if takes_temperature:
+        add(
+            "--temperature",
+            type=_above_0,
+            metavar="T",
+            help="divide logits by the temperature that evaluate.py printed",
+        )
     if takes_others:
         add(
             "--set",
@@ -39,6 +49,12 @@ def build_parser(description: str | None, *, takes_others: bool = False) -> argp
             help="override a key of the config",
         )
     return parser
+
+
+def _above_0(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number > 0")
+    return float(text)
 
 
 def name_classes(run: SavedRun, file: str | None) -> None:

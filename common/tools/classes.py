@@ -8,6 +8,7 @@ import numpy as np
 
 from common.metrics.plot import build_figure, save_figure
 from common.text import format_table, shorten_names
+from common.tools.calibration import coverage
 
 SHOWN_CLASSES = 10  # those of the lowest recall, in the terminal
 NAME_WIDTH = 17  # of a column of names there, so that the table has 80
@@ -15,12 +16,16 @@ NAMED_CLASSES = 50  # most classes whose names the picture shows
 DRAWN_NAME = 40  # most letters of a name in it
 
 
-def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
+def describe_classes(
+    names: Sequence[str], answers: np.ndarray, confidences: np.ndarray
+) -> list[dict[str, Any]]:
     """Return a row for each class that has samples.
 
     ``answers`` [3, samples] holds the label, the answer (-1 where it is NaN), and whether the label
-    is among the first five answers. ``recall``, ``top5`` and ``precision`` (the share of such
-    answers that are correct; empty where there are none) are fractions of 1.
+    is among the first five answers; ``confidences`` [samples] are the answers' probabilities.
+    ``recall``, ``top5``, ``precision`` (the share of such answers that are correct) and ``coverage
+    at 95 %`` (the share of such answers, the most confident ones, of which 95 % are) are fractions
+    of 1. The last two are empty where there are no such answers.
     """
     labels, best, is_among_5 = answers
 
@@ -34,8 +39,11 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
     mistakes = _most_frequent_mistakes(names, answers[:2, labels != best])
     rows = []
     for label in np.flatnonzero(samples).tolist():
-        # Empty where the class is never answered: 0 / 0.
-        precision = f"{right[label] / answered[label]:.4f}" if answered[label] else ""
+        precision = covered = ""
+        if answered[label]:
+            is_answer = best == label
+            precision = f"{right[label] / answered[label]:.4f}"
+            covered = f"{coverage(labels[is_answer] == label, confidences[is_answer]):.4f}"
         row = {
             "label": label,
             "class": names[label],
@@ -43,6 +51,7 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
             "recall": f"{right[label] / samples[label]:.4f}",
             "top5": f"{top5[label] / samples[label]:.4f}",
             "precision": precision,
+            "coverage at 95 %": covered,
             "mistaken for": mistakes.get(label, ""),
         }
         rows.append(row)
@@ -64,7 +73,8 @@ def print_lowest(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Non
     """Print the classes with the lowest recall, in 80 columns; classes.csv has all."""
     # Texts of equal length: "0.9000" sorts as its number.
     lowest = sorted(rows, key=lambda row: (row["recall"], row["class"]))[:SHOWN_CLASSES]
-    shown = [{name: row[name] for name in row if name != "top5"} for row in lowest]
+    hidden = ("top5", "coverage at 95 %")  # for 80 columns
+    shown = [{name: row[name] for name in row if name not in hidden} for row in lowest]
     shorten_classes(shown, names)
     print(f"the {len(shown)} of {len(rows)} classes with the lowest recall\n{format_table(shown)}")
 

@@ -12,6 +12,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
 from common.tools.arguments import build_parser, name_classes
+from common.tools.calibration import AS_IT_IS, calibrate, draw_reliability, scale
 from common.tools.classes import describe_classes, draw_confusion, print_lowest
 from common.tools.intervals import METHODS, Interval, measure_intervals
 
@@ -167,11 +169,14 @@ def _name_results(run: SavedRun, args: Namespace, data: DataSummary) -> str:
 
 
 class Tally:
-    """Count over the evaluation set: ``metrics``, and ``answers`` and ``measured`` by sample."""
+    """Count over the evaluation set: ``metrics``; ``answers``, ``measured``, ``scaled_2TN`` by
+    sample.
+    """
 
     def __init__(self, device: torch.device):
         self.counts = Counts(device)
         self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
+        self.scaled: list[Tensor] = []  # [2, T, B], of `scale`
         self.losses: list[Tensor] = []  # [2, B], and of two classes how much more the second has
 
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
@@ -179,6 +184,7 @@ class Tally:
         best_BK = self.counts.add(logits_BC, labels_B)
         is_among_5_B = (best_BK == labels_B[:, None]).any(1).long()
         self.batches.append(torch.stack([labels_B, best_BK[:, 0], is_among_5_B]))
+        self.scaled.append(scale(logits_BC, labels_B))
         loss_B = F.cross_entropy(logits_BC.float(), labels_B, reduction="none")
         # For AUROC, which only the order of these matters to: float32 would make ties.
         margin_B = logits_BC[:, -1].double() - logits_BC[:, 0].double()
@@ -191,6 +197,9 @@ class Tally:
         kept = labels[0] >= 0  # not in `add`, where a GPU would have to wait
         self.answers = np.concatenate(gather(labels[:, kept]), axis=1)
         self.measured = np.concatenate(gather(losses[:, kept]), axis=1)
+        scaled = torch.cat(self.scaled, dim=2).cpu().numpy()
+        # Ranks have consecutive images: the order is that of one process.
+        self.scaled_2TN = np.concatenate(gather(scaled[:, :, kept]), axis=2)
         self.metrics = self.counts.sum_over_ranks(ParallelMode.GLOBAL)
 
 
@@ -230,13 +239,16 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     """Print the results and write them to ``output``; ``how``: by what labels were matched."""
     metrics = tally.metrics
     intervals = measure_intervals(metrics, tally.answers, tally.measured)
-    rows = describe_classes(run.class_names, tally.answers)
+    rows = describe_classes(run.class_names, tally.answers, tally.scaled_2TN[1, AS_IT_IS])
+    calibration = calibrate(tally.answers, tally.scaled_2TN)
     # Printed first: the disk may be full.
     print_lowest(rows, run.class_names)
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
+    print_wrapped(f"confidence {calibration}", 11)
     learned = run.class_names[: len(run.about["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
     about = {
+        "calibration": asdict(calibration),
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
         "data": run.config["DATA"]["root"],
@@ -249,7 +261,9 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     with replacing(file) as partial:
         partial.write_text(json.dumps(record, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
-    files = "evaluation.json, classes.csv"
+    picture = output / "reliability.png"
+    draw_reliability(tally.answers, tally.scaled_2TN, calibration, picture)
+    files = "evaluation.json, reliability.png, classes.csv"
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"

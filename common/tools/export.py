@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,13 @@ Forward = Callable[[Tensor], Tensor]
 
 @ends_cleanly
 def main(argv: list[str]) -> None:
-    parser = build_parser(__doc__)
+    parser = build_parser(__doc__, takes_temperature=True)
     parser.add_argument("--to", required=True, choices=FORMATS, help="format")
     parser.add_argument(
         "--output", metavar="DIR", help="default: export/<checkpoint>[-raw]/<format>, in the run"
     )
     args = parser.parse_args(argv)
-    run = open_run(args.run, raw=args.raw)
+    run = replace(open_run(args.run, raw=args.raw), temperature=args.temperature or 1.0)
     name_classes(run, args.classes)
     name = run.checkpoint.name + ("-raw" if args.raw else "")
     output = Path(args.output or run.folder / "export" / name / args.to)
@@ -87,8 +88,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         with writing(output):
             # Written first: the writers of timm's and safetensors' files read it.
             description.write_text(json.dumps(about, indent=2) + "\n")
-            exported = FORMATS[target](model, size, output)
-        difference = _compare(model, exported, size)
+            exported = FORMATS[target](_divide_head(model, run.temperature), size, output)
+        difference = _compare(lambda images: model(images) / run.temperature, exported, size)
         if not difference < TOLERANCE:  # `not <` holds for NaN too
             raise UserError(
                 f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the "
@@ -121,6 +122,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
         "num_classes": classes,
         "num_features": model.get_submodule(heads[0]).weight.shape[1],
         "label_names": run.class_names,
+        "temperature": run.temperature,  # the head has it already; timm ignores it
         "model_args": arguments,
         "checkpoint": f"{run.checkpoint.name}/{run.weights}",  # timm ignores it
         "pretrained_cfg": {
@@ -147,8 +149,17 @@ def crop_share(size: int, short_side: int) -> float:
     return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
 
 
+def _divide_head(model: nn.Module, temperature: float) -> nn.Module:
+    """Return a copy of ``model`` whose logits are divided by ``temperature``."""
+    copy: Any = deepcopy(model)
+    for name in copy.head_names:
+        for parameter in copy.get_submodule(name).parameters():
+            parameter.data /= temperature
+    return copy
+
+
 @torch.no_grad()
-def _compare(model: nn.Module, exported: Forward, size: int) -> float:
+def _compare(model: Forward, exported: Forward, size: int) -> float:
     """Return the largest difference of the logits, as a share of the largest logit."""
     # A seed of its own: a global one would change what a caller draws.
     generator = torch.Generator().manual_seed(0)

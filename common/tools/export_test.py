@@ -74,6 +74,17 @@ def test_an_export_gives_timms_logits(run, target, tmp_path, capsys):
         assert f"(opset {model.opset_import[0].version})\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("target", export.FORMATS)
+def test_an_exports_logits_are_divided_by_the_temperature(run, target, tmp_path):
+    folder = tmp_path / target
+    export.main([str(run), "--to", target, "--output", str(folder), "--temperature", "2.5"])
+    noise = np.random.default_rng(3).integers(0, 256, (30, 40, 3), np.uint8)
+    picture = Image.fromarray(noise)
+    expected = timm_logits(run, [picture]) / 2.5
+    np.testing.assert_allclose(logits_of(folder, target, picture), expected, rtol=1e-4, atol=1e-5)
+    assert json.loads((folder / "config.json").read_text())["temperature"] == 2.5
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open files
 def test_timms_validate_gives_our_top1(run, data, tmp_path):
     """Build model and loader as timm's validate.py, which its package does not have."""

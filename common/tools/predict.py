@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +47,7 @@ Answer = dict[str, Any]
 
 @ends_cleanly
 def main(argv: list[str]) -> None:
-    parser = build_parser(__doc__, takes_others=True)
+    parser = build_parser(__doc__, takes_others=True, takes_temperature=True)
     parser.add_argument(
         "images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin"
     )
@@ -65,6 +66,11 @@ def main(argv: list[str]) -> None:
     images = list_images(args.images)
     run = open_model(args.run, args.set, raw=args.raw)
     name_classes(run, args.classes)
+    carried = {}
+    if args.temperature:
+        carried["temperature"] = args.temperature
+        chosen = f"{run.chosen}; temperature {args.temperature:g}"
+        run = replace(run, temperature=args.temperature, chosen=chosen)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     status = 0
@@ -79,7 +85,7 @@ def main(argv: list[str]) -> None:
             status = max(status, 2 if "classes" in answer else 1)
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
-            print(json.dumps(answer), flush=True)  # a program may read along
+            print(json.dumps(answer | carried), flush=True)  # a program may read along
         elif "error" not in answer:
             classes = "; ".join(
                 f"{best['class']} {100 * best['probability']:.1f} %" for best in answer["classes"]
@@ -150,6 +156,7 @@ class Classifier:
         self._predictor = Predictor(model, run.config)
         self._normalize = Normalizer(data["mean"], data["std"], self._predictor.device)
         self._lock = Lock()
+        self._temperature = run.temperature
 
     def _keep(self, _: object, inputs: tuple[Tensor, ...]) -> None:
         self._head_input = inputs[0]
@@ -159,7 +166,8 @@ class Classifier:
         pixels_BHWC = torch.from_numpy(np.stack(views)).to(self._predictor.device)
         pixels_BCHW = pixels_BHWC.permute(0, 3, 1, 2).contiguous()
         with self._lock:  # else the input of the head could be another thread's
-            probabilities_BC = self._predictor(self._normalize(pixels_BCHW)).softmax(1).cpu()
+            logits_BC = self._predictor(self._normalize(pixels_BCHW))
+            probabilities_BC = (logits_BC / self._temperature).softmax(1).cpu()
             # A copy: a view would keep the tokens of all images in memory. Some heads are
             # convolutions of one pixel, [B, D, 1, 1].
             features_BD = self._head_input.flatten(1).float().cpu().numpy().copy()

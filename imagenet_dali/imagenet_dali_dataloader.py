@@ -23,6 +23,7 @@ from torch import Tensor
 from common.data.crops import Crop, Crops, at_size, reflected
 from common.data.image_loaders import DecodingReader
 from common.data.loader import Batches, prefetch, to_device
+from common.data.reader_process import ReaderProcess
 from common.data.sampler import NO_LABEL, Draw
 from common.data.sharing import ALONE, Sharing
 from common.data.workers import RecordReader
@@ -57,9 +58,9 @@ class RawBatch(NamedTuple):
     indices: np.ndarray  # rows of the split's table
     jpegs: list[np.ndarray]  # the bytes of each
     crops: Crops
+    windows: np.ndarray  # float32 [B, 10], what DALI takes of the crops, and the size
     uniforms: np.ndarray
     labels: np.ndarray
-    size: int  # pixels of its result
     bad: list[str]  # messages of the records that are damaged
 
 
@@ -74,11 +75,14 @@ def decode_and_resize(
     """Return the graph: decode a window, resample a region, mirror; uint8 [3, Y, X].
 
     With ``whole``, images are decoded whole and cut then.
-    ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
-    regions, flips, the sizes that the regions become. ``device`` is "mixed" or "cpu".
+    ``source`` returns a batch: JPEG bytes; float32 [B, 10], start and shape of the windows, start
+    and end of the regions, flips, the sizes that the regions become. They are not copied: they have
+    to stay until the batch is returned. ``device`` is "mixed" or "cpu".
     """
-    inputs = fn.external_source(source, num_outputs=7)
-    jpegs, start, shape, region_start, region_end, flip, sizes = inputs
+    jpegs, windows = fn.external_source(source, num_outputs=2, no_copy=True)
+    integers = fn.cast(windows, dtype=types.INT32)  # pyright: ignore[reportAttributeAccessIssue]
+    start = integers[0:2]
+    shape = integers[2:4]
     # Upsampling is done the CPU's way: a GPU sees the same pixels.
     options: dict[str, Any] = dict(
         device=device,
@@ -95,12 +99,13 @@ def decode_and_resize(
         images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     images = fn.resize(
         images,
-        size=sizes,
+        resize_y=windows[9],
+        resize_x=windows[9],
         interp_type=FILTERS[filter_],
-        roi_start=region_start,
-        roi_end=region_end,
+        roi_start=windows[4:6],
+        roi_end=windows[6:8],
     )
-    mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
+    mirrored: dict[str, Any] = dict(mirror=integers[8], dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
     return fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -130,6 +135,14 @@ def decoding_threads(workers: int | None, device: str) -> int:
     if workers is None:
         workers = rank_cores() - (TRAINER_CORES if device == "cuda" else 0)
     return max(1, workers)
+
+
+def reads_apart(workers: int | None, device: str) -> bool:
+    """Return whether a process of its own reads the records, except with DATA.workers=0.
+
+    On a CPU nothing waits for Python's lock: decoding takes 20 times as long as reading.
+    """
+    return device == "cuda" and workers != 0
 
 
 def nvjpeg_version() -> tuple[int, int]:
@@ -176,7 +189,8 @@ class DaliReader(DecodingReader):
         self.batch = batch
         self.size = size
         self.augment = augment
-        self.records = RecordReader(split)
+        read_apart = reads_apart(workers, device.type)
+        self.records = ReaderProcess(split) if read_apart else RecordReader(split)
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = decode_and_resize(
@@ -226,16 +240,15 @@ class DaliReader(DecodingReader):
             shape[is_blank] = BLANK_SIZE
             size = draw.image_size or self.size
             crops = at_size(self.crop, size)(shape, draw.uniforms)
-            yield RawBatch(indices, jpegs, crops, draw.uniforms, labels, size, bad)
+            # An input, not an argument of the graph: epochs may have images of several sizes.
+            windows = np.c_[*crops[:5], np.full(len(indices), size)].astype(np.float32)
+            yield RawBatch(indices, jpegs, crops, windows, draw.uniforms, labels, bad)
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
         raw = next(self._raw_batches)
         self._in_flight.append(raw)
-        *window, flip, _ = raw.crops
-        # An input, not an argument of the graph: epochs may have images of several sizes.
-        sizes = np.full((len(flip), 2), raw.size, np.float32)
-        return raw.jpegs, *window, flip.astype(np.int32), sizes
+        return raw.jpegs, raw.windows
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at a pass's end."""

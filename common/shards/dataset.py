@@ -8,6 +8,7 @@ manifest.json                    checksums of shards and tables; written last
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,20 @@ class TFRecordSplit(ImageSplit):
     manifest: Manifest
 
     is_prepared = True  # for adopted shards too: no decoder here turns a record as its EXIF says
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the table for another process to map, which needs no copy then."""
+        state = self.__dict__.copy()
+        # A part of a table has another base.
+        if isinstance(self.records, np.memmap) and isinstance(self.records.base, mmap):
+            state |= dict(records=self.records.filename, labels=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.labels is None:
+            self.records = np.load(state["records"], mmap_mode="r")
+            self.labels = self.records["label"]
 
     @property
     def fingerprint(self) -> str:

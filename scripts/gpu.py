@@ -28,18 +28,23 @@ fail at once.
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count, cycle, islice
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -342,13 +347,13 @@ def train_by_script(name: str, kind: str, script: str, *settings: str) -> None:
         sys.exit(status)
 
 
-def pipeline(kind: str, *more: str) -> None:
+def pipeline(kind: str, *more: str, models: tuple[str, ...] = ("s16", "b16")) -> None:
     """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py; ``kind`` is DATA.loader.
 
     With the recipe's LAMB, Mixup and dropout; ``more`` are settings.
     """
     shards = photographs()
-    for name in ("s16", "b16"):
+    for name in models:
         steps = 4 if TINY else 60 if name == "s16" else 40
         settings = [f"MODEL.{key}={value}" for key, value in MODELS[name].items()]
         settings += ["MODEL.num_classes=None", f"DATA.root={shards}", f"DATA.loader={kind}"]
@@ -357,6 +362,166 @@ def pipeline(kind: str, *more: str) -> None:
         script = "imagenet_dali/train_dali.py --config vit-b16"
         piece = " ".join([f"pipeline-{kind}-{name}", *more])
         train_by_script(piece, "train", script, *settings, *more)
+
+
+def workers() -> None:
+    """Train ViT-S/16 from JPEGs with several numbers of DALI's threads, then with the default."""
+    for setting in ("16", "12", "8", "None"):
+        pipeline("dali", f"DATA.workers={setting}", models=("s16",))
+
+
+def open_reader(apart: bool, feeds: bool = False) -> Any:
+    """Return DALI's reader of the photographs, in an endless pass; a process reads if ``apart``.
+
+    With ``feeds`` DALI takes the records and decodes none.
+    """
+    import testing as timed_steps
+    import torch
+    from nvidia.dali import fn, pipeline_def
+
+    from common.config.load import load_config
+    from imagenet_dali import imagenet_dali_dataloader, task
+
+    data = load_config("vit-b16")["DATA"] | {"root": str(photographs())}
+    device = torch.device("cuda", 0) if timed_steps.DEVICE == "cuda" else torch.device("cpu")
+    options: dict[str, Any] = dict(image_size=224, device=device, seed=0)
+    with mock.patch.object(imagenet_dali_dataloader, "reads_apart", return_value=apart):
+        loader = task.build_train_loader(data, BATCH, BATCH, **options)
+    reader: Any = loader.reader
+    draws = (draw for epoch in count() for draw in loader.sampler.draws(epoch))
+    reader._raw_batches = reader._read_raw(draws)
+    if feeds:
+
+        @pipeline_def
+        def feed() -> Any:
+            jpegs, windows = fn.external_source(reader._next_inputs, num_outputs=2, no_copy=True)
+            return jpegs.shape(), windows
+
+        reader._pipeline = feed(batch_size=BATCH, num_threads=1, device_id=device.index)
+    return reader
+
+
+def rates() -> None:
+    """Time DALI's decoding alone: by windows or whole images, share of the engines, threads."""
+    import testing as timed_steps
+    import torch
+
+    from imagenet_dali.imagenet_dali_dataloader import decode_and_resize
+
+    reader = open_reader(apart=False)
+    # Records in memory, which no file system delays.
+    inputs = [(raw.jpegs, raw.windows) for raw in islice(reader._raw_batches, 2 if TINY else 12)]
+    reader.close()
+    on_gpu = timed_steps.DEVICE == "cuda"
+    kinds = [(whole, load, 16) for whole in (False, True) for load in (0.0, 0.65, 1.0)]
+    kinds += [(False, 0.65, 12), (False, 0.65, 8)]
+    stream = torch.cuda.current_stream() if on_gpu else None
+    device = "mixed" if on_gpu else "cpu"
+    for whole, load, threads in kinds[::3] if TINY else kinds:
+        options = dict(batch_size=BATCH, num_threads=threads, device_id=0 if on_gpu else None)
+        source: Any = cycle(inputs)
+        decoder: Any = decode_and_resize(source, "bilinear", device, whole, load, **options)
+        seconds = seconds_of(partial(decoder.run, stream))
+        variant = dict(whole=whole, load=load, threads=threads)
+        write_row(piece="dali-rates", **variant, images_per_s=BATCH / seconds)
+
+
+def feed() -> None:
+    """Time reading, and handing the records to DALI: CPU time of the trainer's process, too."""
+    calls = 2 if TINY else 30
+    for apart in (False, True):
+        reader = open_reader(apart, feeds=True)
+        for _ in range(3):
+            reader._run()
+        started = time.perf_counter()
+        cpu = time.process_time()
+        for _ in range(calls):
+            reader._run()
+        cpu_ms = 1e3 * (time.process_time() - cpu) / calls
+        rate = BATCH * calls / (time.perf_counter() - started)
+        write_row(piece="dali-feed", apart=apart, images_per_s=rate, cpu_ms=cpu_ms)
+        reader.close()
+
+
+@dataclass
+class Load:
+    """Reading and feeding ten batches a second, while ``is_on``."""
+
+    is_on: Any  # an Event, of threads or processes
+    fed: Any  # a Value, the batches so far
+    switch_interval: float = 5e-3  # Python's default
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        sys.setswitchinterval(self.switch_interval)
+        self.is_on.set()
+        yield
+        self.is_on.clear()
+        time.sleep(0.2)  # for the last batch
+
+    def run(self, apart: bool, begun: Any) -> None:
+        reader = open_reader(apart, feeds=True)
+        reader._run()
+        begun.set()
+        while True:
+            self.is_on.wait()
+            started = time.perf_counter()
+            reader._run()
+            self.fed.value += 1
+            time.sleep(max(0.0, started + 0.1 - time.perf_counter()))
+
+
+def start_loads() -> dict[str, Load]:
+    """Return loads: none, in threads, for one of which a process reads, and in a process."""
+    photographs()
+    context = multiprocessing.get_context("spawn")
+    kinds: dict[str, Any] = {
+        "a thread": threading.Thread,
+        "a thread and the reader's process": threading.Thread,
+        "a process": context.Process,
+    }
+    loads = {"nothing": Load(context.Event(), context.Value("i", 0))}
+    for name, start in kinds.items():
+        loads[name] = load = Load(context.Event(), context.Value("i", 0))
+        begun = context.Event()
+        start(target=load.run, args=("reader" in name, begun), daemon=True).start()
+        begun.wait()
+    loads["a thread, switch interval 0.5 ms"] = replace(loads["a thread"], switch_interval=5e-4)
+    return loads
+
+
+def lock() -> None:
+    """Time 700 small operations beside reading and feeding, in interleaved rounds."""
+    import testing as timed_steps
+    import torch
+
+    loads = start_loads()
+    operand = torch.zeros(64, device=timed_steps.DEVICE)
+    torch.set_num_threads(1)
+    times = {name: [] for name in loads}
+    fed = dict.fromkeys(loads, 0)
+    for _ in range(1 if TINY else 6):
+        for name, load in loads.items():
+            before = load.fed.value
+            with load.running():
+                end = time.perf_counter() + (0.1 if TINY else 0.8)
+                while (started := time.perf_counter()) < end:
+                    for _ in range(700):
+                        torch.add(operand, 1.0)
+                    times[name].append(time.perf_counter() - started)
+            fed[name] += load.fed.value - before
+    for name, seconds in times.items():
+        write_row(piece="dali-lock", beside=name, ms=1e3 * median(seconds), batches=fed[name])
+
+
+def lock_s16() -> None:
+    """Time a training step of ViT-S/16, with the recipe's dropout and LAMB, beside the same."""
+    import testing as timed_steps
+
+    recipe = "MODEL.dropout=0.1", "OPTIMIZER.name='lamb'"
+    for name, load in start_loads().items():
+        with load.running():
+            measure_step("s16", f"beside {name}", timed_steps.ours, not TINY, *recipe)
 
 
 def cifar(name: str, recipe: str, *more: str) -> None:
@@ -432,8 +597,11 @@ PIECES = {
     "dali-pixels": Piece(60, "dali_pixels"),
     "dali": Piece(140, "dali_rate or (quickstart and dali)"),
     "pipeline-dali": Piece(110, partial(pipeline, "dali")),
-    # DALI's threads wait for the GPU, which trains: more of them than cores may pay.
-    "pipeline-dali-threads": Piece(110, partial(pipeline, "dali", "DATA.workers=48")),
+    "dali-rates": Piece(60, rates),
+    "dali-feed": Piece(20, feed),
+    "dali-lock": Piece(50, lock),
+    "dali-lock-s16": Piece(90, lock_s16),
+    "dali-workers": Piece(90, workers),
     "pipeline-torchvision": Piece(110, partial(pipeline, "torchvision")),
     "cifar-fast": Piece(150, partial(cifar, "cifar-fast", "vit_lite_fast")),
     # about eleven minutes without graphs
@@ -442,11 +610,11 @@ PIECES = {
 # The groups of pieces that run at once, one group after another, and seconds for all.
 A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
 A += [["speed-b16"], ["ceilings"], ["lamb"]]
-B = [["dali-pixels"], ["dali"], ["pipeline-dali"], ["pipeline-dali-threads"], ["speed-s16"]]
-B += [["pipeline-torchvision"]]
+B = [["dali-pixels"], ["dali"], ["pipeline-dali"], ["speed-s16"], ["pipeline-torchvision"]]
 # The second quarter of an hour asks nothing that the first has answered (docs/performance.md).
 C = [["lite"], ["profile"], ["graphs"], ["cifar-fast"], ["dropout"], ["cifar"]]
-D = [["ceilings"], ["dali-pixels"]]
+D = [["dali-rates"], ["dali-feed"], ["dali-lock"], ["dali-workers"], ["dali-pixels"]]
+D += [["ceilings"], ["dali-lock-s16"]]
 CALLS = {"a": (A, 400.0), "b": (B, 430.0), "c": (C, 425.0), "d": (D, 325.0)}
 
 

@@ -73,6 +73,8 @@ class Work:
     def state_dict(self) -> dict[str, int]:
         return {}
 
+    def load_state_dict(self, _: object) -> None: ...
+
 
 def bare(work: Work) -> None:
     """Train our model as in PyTorch's tutorial."""

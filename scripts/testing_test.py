@@ -1,6 +1,9 @@
 """Every loop that scripts/gpu.py times runs on a CPU, and warm-up is not counted."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import gpu
@@ -71,3 +74,40 @@ def test_a_step_is_timed(train, tiny):
     (row,) = read_rows()
     assert row["ms"] > 0, row
     assert (row["variant"], row["batch"]) == ("the loop", gpu.BATCH)
+
+
+LOADS = (
+    "nothing",
+    "a thread",
+    "a thread and the reader's process",
+    "a process",
+    "a thread, switch interval 0.5 ms",
+)
+# Of each piece a field of its rows, and the value of each row.
+ROWS = {
+    "dali-rates": ("threads", [16, 16, 12]),
+    "dali-feed": ("apart", [False, True]),
+    "dali-lock": ("beside", [*LOADS]),
+    "dali-lock-s16": ("variant", [f"beside {name}" for name in LOADS]),
+    "dali-workers": ("step", 4 * [1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "dali-rates",
+        "dali-feed",
+        "dali-lock",
+        pytest.param("dali-lock-s16", marks=pytest.mark.slow),
+        pytest.param("dali-workers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_piece_of_dali_runs_on_a_cpu(piece, tmp_path):
+    environ = os.environ | {"TINY": "1", "OUT": str(tmp_path), "GPU_WORK": str(tmp_path)}
+    command = [sys.executable, gpu.__file__, "piece", piece]
+    subprocess.run(command, env=environ, check=True, timeout=240)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if "error" in row]
+    field, values = ROWS[piece]
+    assert [row[field] for row in rows] == values

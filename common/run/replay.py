@@ -161,6 +161,7 @@ class Replay(Measurement):
             metrics.loggers = {name: Guarded(name, build) for name, build in loggers.items()}
 
     def before_train(self, trainer: Trainer) -> None:
+        trainer.engine.train_without_graphs("--replay")  # with the same bits
         self.is_same_work = True
         if self.start_from:
             config = self.about["config"]

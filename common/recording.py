@@ -31,8 +31,8 @@ class Recording(Protocol):
 class CudaRecording:
     """A CUDA graph of the current stream, which must not be the default stream.
 
-    With ``beside`` it shares the memory of that recording, whose results must not be needed later
-    than its next replay. The two must be replayed on one stream.
+    With ``beside`` it shares the memory of that earlier recording, whose next replay may overwrite
+    the results of this one. The two must be replayed on one stream.
     """
 
     def __init__(self, beside: "CudaRecording | None" = None):

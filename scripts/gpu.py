@@ -590,7 +590,7 @@ PIECES = {
     "speed-lite": Piece(85, partial(speed, "lite")),  # in no call: the one for a CPU
     "lite": Piece(75, lite),
     "profile": Piece(50, profile),
-    "graphs": Piece(60, "graphs"),
+    "graphs": Piece(60, "recorded"),
     "dropout": Piece(90, dropout),
     "ceilings": Piece(40, ceilings),
     "lamb": Piece(50, lamb),

@@ -4,7 +4,7 @@ import os
 from typing import NamedTuple
 
 
-class Variables(NamedTuple):
+class LauncherVariables(NamedTuple):
     """The environment variables in which a launcher tells a process its rank."""
 
     rank: str
@@ -18,8 +18,8 @@ class Variables(NamedTuple):
 
 # Where the variables of several are set, the first of these has started the process.
 LAUNCHERS = {
-    "torch": Variables("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "openmpi": Variables(
+    "torch": LauncherVariables("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "openmpi": LauncherVariables(
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -27,13 +27,15 @@ LAUNCHERS = {
         job="PMIX_NAMESPACE",
     ),
     # mpiexec of MPICH and Intel MPI
-    "mpich": Variables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", local_size="MPI_LOCALNRANKS"),
+    "mpich": LauncherVariables(
+        "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", local_size="MPI_LOCALNRANKS"
+    ),
     # mpiexec of HPE Cray
-    "pals": Variables(
+    "pals": LauncherVariables(
         "PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE", local_size="PMI_LOCAL_SIZE", job="PALS_APID"
     ),
     # Last: an mpirun or torchrun inside a Slurm job inherits Slurm's variables.
-    "slurm": Variables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "slurm": LauncherVariables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
 
 

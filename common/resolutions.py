@@ -18,4 +18,6 @@ class Resolution:
 
 def resolution_at(resolutions: Sequence[Resolution], epoch: int) -> Resolution:
     """Return the resolution of an epoch, counted from 0; the last one has no end."""
-    return next((each for each in resolutions if epoch < each.end), resolutions[-1])
+    return next(
+        (resolution for resolution in resolutions if epoch < resolution.end), resolutions[-1]
+    )

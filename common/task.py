@@ -65,11 +65,11 @@ def image_task(name: str, open_split: Callable[..., ImageSplit], **options: Any)
     return Task(
         name,
         describe,
-        build_train_loader=lambda data, *batch, **place: image_loaders.build_train_loader(
-            open_split(data, "train"), data, *batch, **place
+        build_train_loader=lambda data, *batch, **loader_options: image_loaders.build_train_loader(
+            open_split(data, "train"), data, *batch, **loader_options
         ),
-        build_eval_loader=lambda data, *batch, **place: image_loaders.build_eval_loader(
-            open_split(data, "test"), data, *batch, **place
+        build_eval_loader=lambda data, *batch, **loader_options: image_loaders.build_eval_loader(
+            open_split(data, "test"), data, *batch, **loader_options
         ),
         build_eval_crop=image_loaders.build_eval_crop,
         loader="torchvision",
@@ -90,7 +90,7 @@ def describe_splits(train: ImageSplit, validation: ImageSplit, **options: Any) -
         fingerprint=fingerprint,
         class_names=train.class_names,
         class_counts=train.class_counts,
-        validation=note_missing(validation.origin, train.class_names, validation.labels),
+        validation=note_missing(validation.description, train.class_names, validation.labels),
         **options,
     )
 

@@ -28,7 +28,7 @@ def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
     samples = len(split)
     for rank in range(4):
         sampler = TrainSampler(
-            samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, blocks=blocks, window=2
+            samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, block_bounds=blocks, window=2
         )
         reader = RecordReader(split)
         for draw, records in reader.read(sampler.draws(0)):

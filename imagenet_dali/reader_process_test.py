@@ -59,7 +59,7 @@ def test_the_records_are_those_of_threads(order, data):
         blocks = images.block_bounds(12_000) if order == "blocks" else None
         given = (40, 10) if split == "train" else (7,)
         options = dict(seed=0, window=2) if split == "train" else {}
-        draws = sampler(len(images), *given, blocks=blocks, **options).draws
+        draws = sampler(len(images), *given, block_bounds=blocks, **options).draws
         threads = RecordReader(images)
         process = ReaderProcess(images)
         for epoch in range(2):

@@ -41,7 +41,7 @@ def describe_data(data: Values) -> DataSummary:
             num_classes=len(images.class_names),
             fingerprint=images.fingerprint,
             class_names=images.class_names,
-            validation=images.origin,
+            validation=images.description,
         )
     randaugment = data.get("randaugment")
     if data["loader"] == "dali" and isinstance(randaugment, str):
@@ -162,7 +162,7 @@ def _options(images: ImageSplit, data: Values, device: str, in_blocks: bool) -> 
         # This loads DALI's nvJPEG before torchvision's, which is older and would be used instead.
         decodes_windows(device)
     if in_blocks:
-        options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
+        options["block_bounds"] = images.block_bounds(round(1e6 * data["block"]))
     return options
 
 

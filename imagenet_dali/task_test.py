@@ -164,7 +164,7 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
     shown = {}
     for name in ("dali", "torchvision"):
         train, resumed = (train_loader(root, loader=name, **data) for _ in range(2))
-        blocks = train.sampler.blocks
+        blocks = train.sampler.block_bounds
         assert order == "random" if blocks is None else 3 < len(blocks) < 20
         next(iter(train))
         first = list(itertools.islice(train, 1))

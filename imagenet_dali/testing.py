@@ -109,8 +109,8 @@ def pixel_differences(
     data = Data(workers=0, **settings).model_dump() | {"root": str(root)}
     std_C11 = torch.tensor(data["std"])[:, None, None]
     shown = []
-    for loader, place in (("dali", device), ("torchvision", torch.device("cpu"))):
-        options: dict[str, Any] = dict(image_size=image_size, device=place)
+    for loader, loader_device in (("dali", device), ("torchvision", torch.device("cpu"))):
+        options: dict[str, Any] = dict(image_size=image_size, device=loader_device)
         given = data | {"loader": loader}
         train = build_train_loader(given, 6, 6, order="random", seed=1, **options)
         batches = read(train) + read(build_eval_loader(given, 5, **options))

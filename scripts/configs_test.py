@@ -56,8 +56,8 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
     ended = run_forked(train_cifar10.main, f"--config {tmp_path}/vit_vanilla.py {settings}".split())
     assert "BATCH_SIZE as TOTAL_BATCH_SIZE=16, over all GPUs; left out" in ended.words
     assert ended.stdout.splitlines()[-1].startswith("top1=")
-    about = json.loads((tmp_path / "vit_None_cifar10_bs16_lr0.002" / "config.json").read_text())
-    assert (about["plan"]["total_batch"], about["config"]["DATA"]["autoaugment"]) == (16, "cifar10")
+    saved = json.loads((tmp_path / "vit_None_cifar10_bs16_lr0.002" / "config.json").read_text())
+    assert (saved["plan"]["total_batch"], saved["config"]["DATA"]["autoaugment"]) == (16, "cifar10")
 
 
 @pytest.mark.parametrize(

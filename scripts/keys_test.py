@@ -143,7 +143,7 @@ class Started:
         return {int(path.name[5:]) for path in self.output.glob("checkpoints/step-*")}
 
     @property
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return json.loads((self.output / "config.json").read_text())
 
 
@@ -567,12 +567,12 @@ DATA = [
     Row("DATA.loader", "torchvision", attribute("refused"), "", ["DATA.root=@images"]),
     Row("DATA.workers", "1", attribute("readers"), 1, ["DATA.loader=torchvision"]),
     Row("DATA.order", "blocks", lambda run: run.draw.spans is not None, True),
-    Row("DATA.block", "0.002", lambda run: len(run.train_loader.sampler.blocks) > 2, True,
+    Row("DATA.block", "0.002", lambda run: len(run.train_loader.sampler.block_bounds) > 2, True,
         ["DATA.order=blocks"]),
     Row("DATA.window", "1", attribute("indices"), OTHER,
         ["DATA.order=blocks", "DATA.block=0.002"]),
     Row("DATA.sampling", "balanced", attribute("indices"), OTHER),
-    Row("DATA.split", "counted", lambda run: run.about["data"]["fingerprint"], OTHER, FOLDER),
+    Row("DATA.split", "counted", lambda run: run.metadata["data"]["fingerprint"], OTHER, FOLDER),
     Row("DATA.labels", "../labels.csv", shape("head.weight"), (2, 32), FOLDER),
     Row("DATA.columns", "path=path,label=other", shape("head.weight"), (5, 32),
         [*FOLDER, "DATA.labels=../labels.csv"]),

@@ -14,9 +14,8 @@ checkpoints/step-00001234/
 checkpoints/best.txt        name of the checkpoint of the best evaluation
 checkpoints/best            symbolic link to it, where the file system has links
 
-config.json is the run record: name, task, config, plan, data, starts, versions. The config itself
-is its key ``config``. The code calls the record ``about``; its ``gpus`` counts processes, on CPUs
-too.
+config.json is the metadata of the run: name, task, config, plan, data, starts, versions. The config
+itself is its key ``config``. Its ``gpus`` counts processes, on CPUs too.
 
 Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
 a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
@@ -85,7 +84,7 @@ class Start(ExtensibleRecord):
     started: Seconds = 0
     gpus: Count = 0
     dtype: str = ""
-    origin: str | None = Field(None, alias="from")
+    resumed_from: str | None = Field(None, alias="from")
     changed: dict[str, tuple[Any, Any]] = {}
 
 
@@ -172,11 +171,11 @@ class TrainerState(ExtensibleRecord):
     ranks: Ranks
 
 
-def list_changes(about: Values) -> list[str]:
-    """Return a line for each start that changed the config, from config.json ``about``."""
+def list_changes(metadata: Values) -> list[str]:
+    """Return a line for each start that changed the config, from config.json ``metadata``."""
     return [
         f"from step {start.get('step', 0):,} on {show_changes(start['changed'])}"
-        for start in about.get("starts", ())
+        for start in metadata.get("starts", ())
         if start.get("changed")
     ]
 
@@ -186,17 +185,17 @@ def show_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in changed.items())
 
 
-def read_about(folder: Path, schema: type[ConfigFile] = CheckpointConfigFile) -> dict[str, Any]:
+def read_metadata(folder: Path, schema: type[ConfigFile] = CheckpointConfigFile) -> dict[str, Any]:
     """Read config.json of a run or a checkpoint; raise `UserError` where there is none."""
     return read_json(folder / CONFIG, schema).model_dump(exclude_unset=True, by_alias=True)
 
 
 def read_config(
-    folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
+    folder: Path, metadata: dict[str, Any], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the config in ``about``, which `read_about` returned, with ``settings`` applied."""
+    """Return the config in ``metadata`` of `read_metadata`, with ``settings`` applied."""
     # This copy is changed. The caller's record stays as it was read.
-    values = dict(about["config"])
+    values = dict(metadata["config"])
     if isinstance(values.get("DATA"), dict):
         # runs of earlier versions, which do not write the key, held images out by count
         values["DATA"] = {"split": "counted", **values["DATA"]}
@@ -239,7 +238,7 @@ def find_fault(path: Path) -> str | None:
     try:
         # A checksum shows damage. That of a crafted file is right, so each file is parsed as well.
         _check_sums(path)
-        read_config(path, read_about(path))
+        read_config(path, read_metadata(path))
         read_trainer_state(path)
         read_metrics(path)
     except UserError as error:

@@ -20,10 +20,10 @@ from common.checkpoint.saved_run import open_run
 from common.errors import UserError
 from common.files import sha256_of
 from common.model.build import build_model
-from common.testing.checkpoints import build_about, build_content
+from common.testing.checkpoints import build_content, build_metadata
 from common.tools.report import load_run, render
 
-ABOUT = build_about()
+ABOUT = build_metadata()
 DAMAGED = (*FILES, f"../../{CONFIG}", f"../../{METRICS}")
 JUNK = [None, True, -1, 10**9, 2**63, 1e308]
 JUNK += ["", "\x1b[2J", f"{'':é<300}"]
@@ -98,7 +98,7 @@ def test_a_file_with_the_right_checksum_and_the_wrong_content(file, change, faul
     write_checkpoint(path, content)
     said = find_fault(path)
     if said is None:
-        model = build_model(**build_about()["config"]["MODEL"])
+        model = build_model(**build_metadata()["config"]["MODEL"])
         with pytest.raises(UserError) as refused:
             load_full_state_dict(path, model, SGD(model.parameters()), averages={})
         said = str(refused.value)

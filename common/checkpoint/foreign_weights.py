@@ -39,8 +39,8 @@ def unwrap_weights(saved: Any, file: str, raw: bool) -> tuple[dict[str, Tensor],
     state_dict, naming the ``file``.
     """
     keys = WEIGHTS if raw else AVERAGES + WEIGHTS
-    found = saved if isinstance(saved, Mapping) else {}
-    key = next((key for key in keys if found.get(key) is not None), None)
+    entries = saved if isinstance(saved, Mapping) else {}
+    key = next((key for key in keys if entries.get(key) is not None), None)
     weights = saved[key] if key else saved
     if not (
         isinstance(weights, Mapping)
@@ -64,8 +64,8 @@ def describe_arguments(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     from timm import is_model  # takes a second
 
-    found = saved.get("args")
-    args = vars(found) if isinstance(found, argparse.Namespace) else {}
+    arguments = saved.get("args")
+    args = vars(arguments) if isinstance(arguments, argparse.Namespace) else {}
     name = args.get("model")
     if not isinstance(name, str) or not is_model(name):
         return {}, {}

@@ -22,7 +22,7 @@ from common.checkpoint.content import (
     TRAINER,
     VERSION,
     Tensors,
-    read_about,
+    read_metadata,
     read_tensors,
     read_trainer_state,
 )
@@ -71,7 +71,7 @@ class CheckpointHook(BaseHook):
     optimizer: Optimizer
     metrics: MetricsHook
     _: KW_ONLY
-    about: Values  # the run record, the content of config.json
+    metadata: Values  # the content of config.json
     every: int | str
     keep: int
     start_from: Path | None  # the checkpoint to resume from
@@ -81,8 +81,8 @@ class CheckpointHook(BaseHook):
         super().__init__(priority=10)  # after the step's metrics are written
         # If these are equal, a rank does the same work and draws the same random numbers as before.
         self.ranks = {
-            "gpus": self.about["plan"]["gpus"],
-            "parallel": self.about["config"]["parallel"],
+            "gpus": self.metadata["plan"]["gpus"],
+            "parallel": self.metadata["config"]["parallel"],
         }
         self.every_steps = math.inf
         self.every_seconds = math.inf
@@ -92,7 +92,7 @@ class CheckpointHook(BaseHook):
             # "10 min": the schema has checked the text.
             self.every_seconds = 60 * float(self.every.partition("min")[0])
         # Branches begin at the end of a stable phase, or before. 0: the schedule has none.
-        plan = Plan(**self.about["plan"])
+        plan = Plan(**self.metadata["plan"])
         self.stable_end = plan.decay_start if plan.decay_steps else 0
         self.best = Best()
         self.stale = 0  # evaluations since the best
@@ -128,7 +128,7 @@ class CheckpointHook(BaseHook):
         self._agree(trainer)
 
     def after_test(self, trainer: Trainer) -> None:
-        config = self.about["config"]
+        config = self.metadata["config"]
         reached = rank_evaluation(trainer.states["eval"], config["BEST"])
         self._warn_if_undefined(trainer, reached)
         self._finish_write()
@@ -140,7 +140,7 @@ class CheckpointHook(BaseHook):
         self.stale += 1
         if self.stale >= (config["PATIENCE"] or math.inf):
             # as of a run that was to end here, for what reads config.json
-            self.about["plan"]["last_step"] = trainer.step
+            self.metadata["plan"]["last_step"] = trainer.step
             trainer.end_here()
 
     def _warn_if_undefined(self, trainer: Trainer, reached: Best) -> None:
@@ -149,7 +149,7 @@ class CheckpointHook(BaseHook):
         self.is_defined = reached != Best()
         if self.is_defined or not was_defined or gpc.get_global_rank() > 0:
             return
-        metric = self.about["config"]["BEST"]
+        metric = self.metadata["config"]["BEST"]
         figures = trainer.states["eval"]
         value = figures.get("score", figures.get(metric))
         remedy = "; AUROC needs images of both classes" if metric == "auroc" else ""
@@ -235,7 +235,7 @@ class CheckpointHook(BaseHook):
             for name, generator in rank_state["random"].items()
         }
         content[TRAINER] = json.dumps(state, indent=2).encode()
-        content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
+        content[CONFIG] = json.dumps(self.metadata, indent=2, default=str).encode()
         # Read here, not in the thread: what is logged meanwhile is of later steps.
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
@@ -288,10 +288,10 @@ class CheckpointHook(BaseHook):
         """Restore what the checkpoint ``path`` holds."""
         parts = self.model, self.optimizer, self.averages, self.metrics
         state, _ = load_checkpoint(path, trainer, self.ranks, *parts)
-        then = read_about(path)
-        is_same_data = then["data"]["fingerprint"] == self.about["data"]["fingerprint"]
+        then = read_metadata(path)
+        is_same_data = then["data"]["fingerprint"] == self.metadata["data"]["fingerprint"]
         # earlier versions compare top-1
-        is_same_metric = then["config"].get("BEST", "top1") == self.about["config"]["BEST"]
+        is_same_metric = then["config"].get("BEST", "top1") == self.metadata["config"]["BEST"]
         # a branch marks its own best, and figures of different data or metrics do not compare
         if path.parent == self.folder and is_same_data and is_same_metric:
             self.best = Best(state["best_top1"], -state["best_loss"])

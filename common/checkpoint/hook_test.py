@@ -88,7 +88,7 @@ def train(
 
         def build_with_stop(run: Run, *arguments: Any) -> list[Any]:
             hooks = build(run, *arguments)
-            if run.plan.gpus in (4, gpc.get_global_rank() + 1):
+            if run.plan.world_size in (4, gpc.get_global_rank() + 1):
                 hooks.append(StopAfter(*stop))
             return hooks
 
@@ -114,7 +114,7 @@ def train(
     ],
 )
 def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
-    gpus, options = CASES[mode]
+    world_size, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
     if amp == "timm":
         settings += ["MODEL=dict(timm='test_resnet', image_size=32)", "IMAGE_SIZES=[(1, 16)]"]
@@ -127,22 +127,22 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
         settings += ["FREEZE=body", f"INIT={tmp_path / 'body'}"]
     epochs = 1 if options else 2
     settings.append(f"NUM_EPOCHS={epochs}")
-    run_ranks(gpus, train, data, tmp_path / "whole", settings)
+    run_ranks(world_size, train, data, tmp_path / "whole", settings)
     whole = read_result(tmp_path / "whole")
     steps = 4 * epochs
     assert ("raw.safetensors" in whole) == (amp != "TORCH")
     assert list(whole["trainer.json"]["trainer"].values()) == [steps, epochs, 0, steps]
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
-        run_ranks(gpus, train, data, pieces, settings, stop)
+        run_ranks(world_size, train, data, pieces, settings, stop)
         stopped = read_result(pieces)["trainer.json"]["trainer"]
         assert stopped["step"] == stop[0] + (
-            gpus > 1 and not stop[1]
+            world_size > 1 and not stop[1]
         )  # several ranks agree a step later
         assert stopped["evaluated_step"] < steps
         shutil.rmtree(tmp_path / "body", ignore_errors=True)  # INIT, which a rerun does not need
         add_fields(list_checkpoints(pieces / "checkpoints")[0])  # as a later version may
-        run_ranks(gpus, train, data, pieces, settings)
+        run_ranks(world_size, train, data, pieces, settings)
         found = read_result(pieces)
         assert [file for file in whole if found[file] != whole[file]] == []
 
@@ -176,13 +176,13 @@ def test_resumes_bit_for_bit_where_the_stable_phase_begins_and_ends(stop, data, 
 )
 def test_a_branch_equals_a_run_of_its_length_bit_for_bit(mode, schedule, data, tmp_path, capfd):
     """From the middle of the stable phase, of a run whose own decay would have begun later."""
-    gpus, options = CASES[mode]
+    world_size, options = CASES[mode]
     settings = [*STABLE, *(f"{key}={value!r}" for key, value in options.items())]
     settings.append(f"LR_SCHEDULE={schedule}")
-    run_ranks(gpus, train, data, tmp_path / "whole", [*settings, "NUM_EPOCHS=4"])
-    run_ranks(gpus, train, data, tmp_path / "long", [*settings, "NUM_EPOCHS=100"], (6, False))
+    run_ranks(world_size, train, data, tmp_path / "whole", [*settings, "NUM_EPOCHS=4"])
+    run_ranks(world_size, train, data, tmp_path / "long", [*settings, "NUM_EPOCHS=100"], (6, False))
     run_ranks(
-        gpus,
+        world_size,
         train,
         data,
         tmp_path / "branch",
@@ -191,7 +191,7 @@ def test_a_branch_equals_a_run_of_its_length_bit_for_bit(mode, schedule, data, t
         f"--resume={tmp_path / 'long'}",
     )
     assert result_of(tmp_path / "branch") == result_of(tmp_path / "whole")
-    step = 6 + (gpus > 1)  # several ranks agree a step later
+    step = 6 + (world_size > 1)  # several ranks agree a step later
     said = " ".join(capfd.readouterr().out.split())
     assert f"learning rate at step {step}: 0.002, as by the earlier schedule" in said
 
@@ -272,11 +272,11 @@ def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):
     settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3"]
     run_ranks(1, train, data, tmp_path / "whole", settings)
     for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", None)):
-        gpus, options = CASES[mode]
+        world_size, options = CASES[mode]
         own = [*settings, *(f"{key}={value!r}" for key, value in options.items())]
         if mode == "dp2":
             own.append("gradient_accumulation=2")
-        run_ranks(gpus, train, data, tmp_path / "run", own, step and (step, False))
+        run_ranks(world_size, train, data, tmp_path / "run", own, step and (step, False))
     starts = json.loads((tmp_path / "run" / "config.json").read_text())["starts"]
     assert [start["gpus"] for start in starts] == [1, 2, 4, 4, 2]
     assert starts[2]["changed"] == {"zero.stage": [None, 3], "processes": [2, 4]}
@@ -318,19 +318,19 @@ def test_a_checkpoint_of_version_1_resumes_bit_for_bit(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "every", "keep", "steps"),
+    ("world_size", "every", "keep", "steps"),
     [
         (1, "3", 2, [8, 6]),
         (1, "0.5 min", 20, [8, 7, 4, 3]),
         (2, "0.5 min", 20, [8, 4]),  # ranks agree a step later
     ],
 )
-def test_saves_when_due(gpus, every, keep, steps, data, tmp_path, monkeypatch):
+def test_saves_when_due(world_size, every, keep, steps, data, tmp_path, monkeypatch):
     # the hook looks at its clock in each step, evaluation batch and checkpoint
     clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__)
     monkeypatch.setattr("common.checkpoint.hook.time", clock)
     settings = [f"CHECKPOINT_EVERY={every}", f"KEEP={keep}", "LEARNING_RATE=1e-5"]
-    run_ranks(gpus, train, data, tmp_path / "run", settings)
+    run_ranks(world_size, train, data, tmp_path / "run", settings)
     saved = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert [int(path.name[5:]) for path in saved] == steps
 
@@ -351,14 +351,14 @@ def test_the_best_is_by_the_metric_of_the_config(data, tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_evaluations_that_cannot_be_the_best_are_said_once(gpus, data, tmp_path, capfd):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluations_that_cannot_be_the_best_are_said_once(world_size, data, tmp_path, capfd):
     folders = tmp_path / "data"
     for path in ("train/red", "train/blue", "test/red"):
         shutil.copytree(data / path, folders / path)
     (folders / "test/blue").mkdir()  # of whose class validation has no image
     settings = ["BEST=auroc", "NUM_EPOCHS=3", "TOTAL_BATCH_SIZE=4"]
-    run_ranks(gpus, train, folders, tmp_path / "run", settings)
+    run_ranks(world_size, train, folders, tmp_path / "run", settings)
     said = capfd.readouterr().err
     line = "warning: no checkpoint counts as the best at step 5: BEST='auroc' is nan, the loss 0."
     assert said.count("warning: ") == said.count(line) == 1
@@ -371,10 +371,10 @@ PATIENT = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=5"]  # whose evaluations are equal
 
 def evaluated_last(run: Path) -> int:
     """Return the step of a finished run's last evaluation, which its record says too."""
-    about = json.loads((run / "config.json").read_text())
-    assert about["plan"]["last_step"] == read_metrics(run)[-1]["step"]
+    metadata = json.loads((run / "config.json").read_text())
+    assert metadata["plan"]["last_step"] == read_metrics(run)[-1]["step"]
     assert read_trainer_state(run / "checkpoints/best")["trainer"]["step"] == 4
-    return about["plan"]["last_step"]
+    return metadata["plan"]["last_step"]
 
 
 def test_patience_counts_on_after_a_resume(data, tmp_path, capfd):

@@ -10,8 +10,8 @@ from common.checkpoint.content import (
     CONFIG,
     TRAINER,
     find_fault,
-    read_about,
     read_config,
+    read_metadata,
     read_trainer_state,
     show_changes,
 )
@@ -109,7 +109,9 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
-    origins = [Path(start["from"]) for start in read_about(output)["starts"] if start.get("from")]
+    origins = [
+        Path(start["from"]) for start in read_metadata(output)["starts"] if start.get("from")
+    ]
     # A branch that was resumed later has its own checkpoints among them.
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     # The last one: a branch of a branch has the origins of both.
@@ -152,33 +154,33 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def print_changes(about: Values, start_from: Path) -> None:
+def print_changes(metadata: Values, start_from: Path) -> None:
     """Print which checkpoint is resumed, and what has changed since its run last started."""
     print(f"resuming from {start_from}")
-    changed = changed_keys(start_from, about["config"])
+    changed = changed_keys(start_from, metadata["config"])
     for key, (then, value) in changed.items():
         print(f"{key}={value!r} from here on (was {then!r}){NOTES.get(key, '')}")
-    now = about["plan"]["dtype"]
-    dtype = read_about(start_from)["starts"][-1].get("dtype")
+    now = metadata["plan"]["dtype"]
+    dtype = read_metadata(start_from)["starts"][-1].get("dtype")
     if dtype != now:
         print(f"computing in {now} from here on (was {dtype})")
 
 
-def add_start(about: Values, start_from: Path | None) -> dict[str, Any]:
+def add_start(metadata: Values, start_from: Path | None) -> dict[str, Any]:
     """Return config.json's ``starts`` with this start added, and ``config`` with the first INIT."""
-    plan = about["plan"]
+    plan = metadata["plan"]
     now: dict[str, Any] = {"step": 0, "gpus": plan["gpus"], "dtype": plan["dtype"]}
-    now |= {key: about[key] for key in ("started", "argv", "commit")}
+    now |= {key: metadata[key] for key in ("started", "argv", "commit")}
     if start_from is None:
         return {"starts": [now]}
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
-    before = read_about(start_from)
-    changed = changed_keys(start_from, about["config"])
+    before = read_metadata(start_from)
+    changed = changed_keys(start_from, metadata["config"])
     unreported = [key for key in HARMLESS if key not in REPORTED]
     now["changed"] = {key: pair for key, pair in changed.items() if not _is_under(key, unreported)}
     if before["plan"]["gpus"] != plan["gpus"]:
         now["changed"]["processes"] = before["plan"]["gpus"], plan["gpus"]
-    config = dict(about["config"], INIT=before["config"]["INIT"])
+    config = dict(metadata["config"], INIT=before["config"]["INIT"])
     return {"starts": [*before["starts"], now], "config": config}
 
 
@@ -195,7 +197,7 @@ def finished_step(path: Path, last_step: int, patience: int | None) -> int | Non
 
 def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
     """Raise `UserError` if ``path`` is of another data set, unless DATA.root is ``allowed``."""
-    then = read_about(path)["data"]
+    then = read_metadata(path)["data"]
     if then["fingerprint"] == data.fingerprint:
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
@@ -215,7 +217,7 @@ def check_changes(path: Path, config: Values, output: Path, allowed: Sequence[st
     """
     changed = changed_keys(path, config)
     fixed: list[str] = [*FIXED]
-    model = read_config(path, read_about(path))["MODEL"]
+    model = read_config(path, read_metadata(path))["MODEL"]
     # By shapes: MODEL.dropout may change, MODEL.depth may not.
     if state_shapes(build_on_meta(model)) != state_shapes(build_on_meta(config["MODEL"])):
         fixed.append("MODEL")
@@ -250,9 +252,10 @@ def _is_under(key: str, names: Sequence[str]) -> bool:
 
 def changed_keys(path: Path, config: Values) -> dict[str, tuple[Any, Any]]:
     """Return ``{key: (then, now)}`` for the keys that differ from those of checkpoint ``path``."""
-    about = read_about(path)
-    saved = read_config(path, about)  # newer keys at their defaults
-    saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none
+    metadata = read_metadata(path)
+    saved = read_config(path, metadata)  # newer keys at their defaults
+    order = metadata["plan"]["order"]  # a folder has none
+    saved["DATA"]["order"] = order or saved["DATA"]["order"]
     # JSON has lists for tuples, and text for AMP_TYPE: both sides are compared in that form.
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}

@@ -12,10 +12,10 @@ from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.load import restore_config
 from common.config.plan import DataSummary
 from common.errors import UserError
-from common.testing.checkpoints import build_about, build_content
+from common.testing.checkpoints import build_content, build_metadata
 
 SETTINGS = "SEED=1", "LEARNING_RATE=0.1", "DATA.order='random'"
-CONFIG = build_about(*SETTINGS)["config"]
+CONFIG = build_metadata(*SETTINGS)["config"]
 MAY_CHANGE = [
     "CHECKPOINT_EVERY=3",
     "DATA.root=b",
@@ -33,7 +33,7 @@ def write(output: Path, *steps: int) -> list[Path]:
     paths = [checkpoint_path(output / "checkpoints", step) for step in steps]
     for step, path in zip(steps, paths, strict=True):
         write_checkpoint(path, build_content(step, 1.0, *SETTINGS))
-    (output / "config.json").write_text(json.dumps(build_about()))
+    (output / "config.json").write_text(json.dumps(build_metadata()))
     return paths
 
 
@@ -54,7 +54,7 @@ def test_a_branch_is_resumed_from_its_own_checkpoint(tmp_path):
     (own,) = write(branch, 10)
     for origin, resume in (("/gone/run/step", "/gone/run"), (str(first), str(tmp_path))):
         starts = [{"from": "/other"}, {"from": origin}, {"from": str(own)}]
-        (branch / "config.json").write_text(json.dumps(build_about() | {"starts": starts}))
+        (branch / "config.json").write_text(json.dumps(build_metadata() | {"starts": starts}))
         assert choose_checkpoint(resume, branch) == own
     shutil.rmtree(own)
     assert choose_checkpoint(str(first), branch) == first
@@ -138,19 +138,19 @@ def test_what_the_state_depends_on_never_changes(tmp_path, setting):
 def test_a_resumed_run_keeps_the_first_init_and_says_what_changed(tmp_path):
     path = checkpoint_path(tmp_path / "checkpoints", 9)
     write_checkpoint(path, build_content(9, 1.0, "INIT=timm/vit"))
-    about = build_about("INIT=None", "LEARNING_RATE=0.3", "LOG.every=3") | {"started": 1.0}
-    about["plan"]["gpus"] = 2
-    kept = add_start(about, path)
+    metadata = build_metadata("INIT=None", "LEARNING_RATE=0.3", "LOG.every=3") | {"started": 1.0}
+    metadata["plan"]["gpus"] = 2
+    kept = add_start(metadata, path)
     assert kept["config"]["INIT"] == "timm/vit"
     first, second = kept["starts"]
     assert first["step"] == 0
     assert (second["step"], second["from"]) == (9, str(path))
-    before = build_about()["config"]["LEARNING_RATE"]
+    before = build_metadata()["config"]["LEARNING_RATE"]
     assert second["changed"] == {"LEARNING_RATE": (before, 0.3), "processes": (1, 2)}
 
 
 def test_a_run_that_does_not_say_how_it_was_split_was_split_by_count():
-    about = build_about()
-    del about["config"]["DATA"]["split"]
-    assert read_config(Path("run"), about)["DATA"]["split"] == "counted"
-    assert "split" not in about["config"]["DATA"]
+    metadata = build_metadata()
+    del metadata["config"]["DATA"]["split"]
+    assert read_config(Path("run"), metadata)["DATA"]["split"] == "counted"
+    assert "split" not in metadata["config"]["DATA"]

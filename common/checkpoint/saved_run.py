@@ -12,8 +12,8 @@ from common.checkpoint.content import (
     MARKER,
     MODEL,
     Tensors,
-    read_about,
     read_config,
+    read_metadata,
     read_tensors,
     weight_files,
 )
@@ -29,7 +29,7 @@ class SavedRun:
 
     ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it.
     ``chosen`` says why this checkpoint. ``weights`` is the file that is used: their moving
-    average's, where there is one. ``config`` is resolved; ``about`` is the run record, all of
+    average's, where there is one. ``config`` is resolved; ``metadata`` is the content of
     config.json.
     ``foreign`` are the parameters of a model that no run of this project trained. ``temperature``
     divides the logits in predictions and exports.
@@ -39,7 +39,7 @@ class SavedRun:
     checkpoint: Path
     chosen: str
     config: dict[str, Any]
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     weights: str = MODEL
     foreign: Tensors | None = None
     temperature: float = 1.0
@@ -50,7 +50,7 @@ class SavedRun:
         ``MICRO_BATCH_SIZE`` is set.
         """
         # The plan's has been shown to fit into memory.
-        return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
+        return self.config["MICRO_BATCH_SIZE"] or self.metadata["plan"]["micro_batch"]
 
     @property
     def class_names(self) -> list[str]:
@@ -58,7 +58,7 @@ class SavedRun:
         that the data set had no name for.
         """
         # ImageNet's class names are ids such as n01440764. Its descriptions are words.
-        data = self.about["data"]
+        data = self.metadata["data"]
         names = data.get("descriptions") or data["class_names"]
         # A head may have more classes than the data set, as timm's 1,000 for ImageNet-100.
         return names + [
@@ -71,7 +71,7 @@ class SavedRun:
         """
         arguments = dict(self.config["MODEL"])
         weights = self.load_weights()
-        trained = _trained_size(self.about, self.config)
+        trained = _trained_size(self.metadata, self.config)
         is_resized = arguments["image_size"] != trained
         if not arguments.get("timm"):
             # its forward pass resamples the positions, as in training with IMAGE_SIZES
@@ -99,27 +99,25 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     """
     checkpoint, chosen = _choose_checkpoint(name)
     run = checkpoint.parent.parent  # <run>/checkpoints/<checkpoint>
-    about = read_about(checkpoint)
-    config = read_config(checkpoint, about, settings)
+    metadata = read_metadata(checkpoint)
+    config = read_config(checkpoint, metadata, settings)
     files = weight_files(checkpoint)
     weights = files.trained if raw else files.evaluated
     # A checkpoint that was copied elsewhere has no run around it.
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights != files.trained else ""
     size = config["MODEL"]["image_size"]
-    trained = _trained_size(about, config)
+    trained = _trained_size(metadata, config)
     resized = ""
     if size != trained:
         resized = f"; images of {size} pixels, not {trained} as in training"
-    return SavedRun(folder, checkpoint, chosen + average + resized, config, about, weights)
+    return SavedRun(folder, checkpoint, chosen + average + resized, config, metadata, weights)
 
 
-def _trained_size(about: dict[str, Any], config: dict[str, Any]) -> int:
-    """Return MODEL.image_size of the run record ``about``, in place of which ``config`` may have
-    another.
-    """
+def _trained_size(metadata: dict[str, Any], config: dict[str, Any]) -> int:
+    """Return MODEL.image_size of ``metadata``. ``config`` may have another in its place."""
     size = config["MODEL"]["image_size"]
-    return about.get("config", {}).get("MODEL", {}).get("image_size", size)
+    return metadata.get("config", {}).get("MODEL", {}).get("image_size", size)
 
 
 def _choose_checkpoint(name: str) -> tuple[Path, str]:

@@ -83,7 +83,7 @@ def open_source(name: str, *, raw: bool = False) -> OpenedWeights:
     if (path / MARKER).is_file() or (path / "checkpoints").is_dir():
         run = open_run(name)
         chosen = "" if run.checkpoint == path else f"{run.chosen}: {run.checkpoint.name}"
-        names = {"label_names": run.about["data"]["class_names"]}
+        names = {"label_names": run.metadata["data"]["class_names"]}
         return OpenedWeights(run.load_weights(), run.config["MODEL"], names, chosen)
     try:
         if is_hub:
@@ -127,18 +127,18 @@ def _open_file(name: str, file: Path, raw: bool) -> OpenedWeights:
     """Read a file of weights of ours, of timm's or of another program."""
     saved = load_file(file) if file.suffix == ".safetensors" else read_torch_file(file)
     weights, notes = unwrap_weights(saved, f"{name}: {file.name}", raw)
-    about = _read_description(file)
-    if "config" in about:  # the description is a run's
-        names = {"label_names": about.get("data", {}).get("class_names")}
-        return OpenedWeights(weights, about["config"]["MODEL"], names)
-    if "architecture" not in about:
+    hf_config = _read_description(file)
+    if "config" in hf_config:  # the description is a run's
+        names = {"label_names": hf_config.get("data", {}).get("class_names")}
+        return OpenedWeights(weights, hf_config["config"]["MODEL"], names)
+    if "architecture" not in hf_config:
         return OpenedWeights(weights, *describe_arguments(saved), "; ".join(notes))
     # older files have timm's pretrained_cfg at the top
-    preprocessing = {**about, **about.get("pretrained_cfg", {})}
-    model = about.get("model_args", {})
+    preprocessing = {**hf_config, **hf_config.get("pretrained_cfg", {})}
+    model = hf_config.get("model_args", {})
     # export.py writes "none" for a model that timm does not have. Its arguments are MODEL's.
-    if about["architecture"] != "none":
-        model = describe_model(about["architecture"], model, preprocessing)
+    if hf_config["architecture"] != "none":
+        model = describe_model(hf_config["architecture"], model, preprocessing)
     return OpenedWeights(weights, model, preprocessing)
 
 
@@ -167,7 +167,7 @@ def load_pretrained(
     other classes is replaced. ``classes`` is a file with the names of the weights', or in
     `order_classes`'s ``order``.
     """
-    weights, known, about, chosen = open_source(source)
+    weights, known, pretrained_cfg, chosen = open_source(source)
     heads = known.get("heads")
     if known.get("timm") and isinstance(model, VisionTransformer):
         heads = plain_heads(build_on_meta(dict(known)), known["timm"])
@@ -175,7 +175,7 @@ def load_pretrained(
     labels: Sequence[int | None] = ()
     warning = ""
     if names:
-        labels, warning = match_head(about, names, classes)
+        labels, warning = match_head(pretrained_cfg, names, classes)
     notes = [f"starting from the weights of {source}{chosen and f' ({chosen})'}"]
     notes += fit_weights(source, weights, model, heads, labels, warning)
     if not next(model.parameters()).is_meta:
@@ -196,25 +196,25 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     has_weights = source.startswith(HUB) or path.is_file() or (path / MODEL).is_file()
     if (path / MARKER).is_file() or not has_weights:
         return open_run(name, settings, raw=raw)
-    weights, known, about, chosen = open_source(source, raw=raw)
+    weights, known, pretrained_cfg, chosen = open_source(source, raw=raw)
     named = parse_settings(settings).get("MODEL.timm")
     # timm's defaults for the model: how it was trained is not known.
     if named and not known:
-        about = resolve_preprocessing(named, {})
-        known = describe_model(named, {}, about)
+        pretrained_cfg = resolve_preprocessing(named, {})
+        known = describe_model(named, {}, pretrained_cfg)
     if not known.get("timm"):
         raise UserError(
             f"{name}: does not say of which model it is: name timm's with --set MODEL.timm=NAME"
         )
-    classes = about.get("num_classes")
+    classes = pretrained_cfg.get("num_classes")
     # A file may not say it: then the head tells.
     if classes is None:
-        head = about["classifier"]
+        head = pretrained_cfg["classifier"]
         head = head if isinstance(head, str) else head[0]
         classes = len(weights.get(f"{head}.weight", ()))
     if not classes:
         raise UserError(f"{name}: it has no classes, so there is nothing to evaluate")
-    config, notes = _configure(source, {**known, "num_classes": classes}, about, settings)
+    config, notes = _configure(source, {**known, "num_classes": classes}, pretrained_cfg, settings)
     model = build_model(**config["MODEL"])
     convert_weights(weights, model)
     check_weights(source, weights, model)
@@ -226,24 +226,24 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         checkpoint=path,
         chosen="; ".join(filter(None, ["pretrained", chosen, *notes])),
         config=config,
-        about={
+        metadata={
             "task": "imagenet_dali",
-            "data": name_classes({**about, "num_classes": classes}),
+            "data": name_classes({**pretrained_cfg, "num_classes": classes}),
         },
         foreign=weights,
     )
 
 
 def _configure(
-    source: str, model: dict[str, Any], about: Values, settings: Sequence[str]
+    source: str, model: dict[str, Any], pretrained_cfg: Values, settings: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config that evaluates MODEL ``model``, and notes on how images are prepared.
 
-    ``about`` is timm's pretrained_cfg.
+    ``pretrained_cfg`` is timm's.
     """
     from timm.data import resolve_data_config
 
-    timms = resolve_data_config(pretrained_cfg=about, use_test_size=True)
+    timms = resolve_data_config(pretrained_cfg=pretrained_cfg, use_test_size=True)
     data = data_of(timms)
     notes = []
     # Without it the default is in force.
@@ -253,8 +253,8 @@ def _configure(
         notes.append("the centre is cut out here, timm squashes images")
     trained = model["image_size"]
     # Some models without a fixed size are evaluated at a larger one.
-    if about.get("test_input_size"):
-        model["image_size"] = about["test_input_size"][-1]
+    if pretrained_cfg.get("test_input_size"):
+        model["image_size"] = pretrained_cfg["test_input_size"][-1]
     # Keys without a default have to be there; an evaluation reads none of them.
     values = REQUIRED | {"MICRO_BATCH_SIZE": BATCH, "MODEL": model, "DATA": data}
     config = restore_config(values, settings, where=source)

@@ -123,10 +123,10 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
 @pytest.mark.parametrize("mode", ["dp2", "1d-2", "2d-4"])
 def test_every_mode_starts_from_the_same(trained, data, mode, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
-    gpus, options = CASES[mode]
+    world_size, options = CASES[mode]
     settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1"]
     settings += [f"{key}={value}" for key, value in options.items()]
-    run_ranks(gpus, train, data, tmp_path / "run", *settings)
+    run_ranks(world_size, train, data, tmp_path / "run", *settings)
     found, expected = (read_metrics(run)[-1] for run in (tmp_path / "run", trained))
     assert found["top1"] == expected["top1"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -198,7 +198,7 @@ model = nn.Sequential(*body, cnn.Classifier(16, 4), First())
 def load(model):
     # the same full weights in every mode
     torch.manual_seed(0)
-    shapes = {name: getattr(p, "shard", p).shape for name, p in model.named_parameters()}
+    shapes = {name: getattr(p, "sharding", p).shape for name, p in model.named_parameters()}
     model.load_state_dict({name: 0.3 * torch.randn(shape) for name, shape in shapes.items()})
 """
 CURVE = """

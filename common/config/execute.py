@@ -51,7 +51,7 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
 
     # An import statement calls the `__import__` among the builtins of its own namespace.
     functions = {**vars(builtins), "__import__": import_from}
-    variables = Variables(__file__=str(path), __builtins__=functions, **PREDEFINED)
+    variables = ConfigNamespace(__file__=str(path), __builtins__=functions, **PREDEFINED)
     variables.overrides = overrides
     try:
         tree = ast.parse(read_bytes(path), str(path))
@@ -76,7 +76,7 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
     return values, read | used.keys()
 
 
-class Variables(dict[str, Any]):
+class ConfigNamespace(dict[str, Any]):
     """The variables of a config file. Each is overridden as soon as it is assigned."""
 
     overrides: Overrides

@@ -101,9 +101,9 @@ def all_keys(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     for name, field in section.model_fields.items():
         keys[prefix + name] = field
         # The arguments too: those of "Parallel | None" are a section and None.
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                keys |= all_keys(kind, f"{prefix}{name}.")
+        for annotation in (field.annotation, *get_args(field.annotation)):
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                keys |= all_keys(annotation, f"{prefix}{name}.")
     return keys
 
 
@@ -112,9 +112,9 @@ def values_of(field: FieldInfo) -> str:
     return field.title or _describe(field.annotation, field.metadata)
 
 
-def _describe(kind: Any, metadata: Any = ()) -> str:
+def _describe(annotation: Any, metadata: Any = ()) -> str:
     """Describe the values of a type, with the bounds in its ``metadata``."""
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _describe(parts[0], [*parts[1:], *metadata])
     if origin in (Union, types.UnionType):
@@ -123,7 +123,7 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         return ", ".join(map(repr, parts))
     if origin is list:
         return f"list of {_describe(*parts)}"
-    if issubclass(kind, Section):
+    if issubclass(annotation, Section):
         return "dict"
     names = {
         int: "integer",
@@ -132,7 +132,7 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         str: "text",
         types.NoneType: "None",
     }
-    return names[kind] + (_bounds(metadata) if kind in (int, float) else "")
+    return names[annotation] + (_bounds(metadata) if annotation in (int, float) else "")
 
 
 def _bounds(metadata: Any) -> str:

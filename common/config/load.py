@@ -145,21 +145,21 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
     return overrides
 
 
-def _parse_value(text: str, kind: Any) -> Any:
-    """Return what a config file would assign, for a key of type ``kind``.
+def _parse_value(text: str, annotation: Any) -> Any:
+    """Return what a config file would assign, for a key of type ``annotation``.
 
     All else is text, and so is for a key of text what is none in Python, such as DATA.root=2024.
     """
     value = text
     with suppress(Exception):
         value = evaluate(text)
-    kinds = get_args(kind) or (kind,)
-    if str not in kinds or value is None:
+    types = get_args(annotation) or (annotation,)
+    if str not in types or value is None:
         return value
-    if get_origin(kind) is list:
+    if get_origin(annotation) is list:
         is_right = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         return value if is_right else re.findall(r"[^][,\s'\"]+", text)
-    return value if type(value) in kinds else text
+    return value if type(value) in types else text
 
 
 def top_keys(overrides: Overrides) -> set[str]:

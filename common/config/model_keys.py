@@ -194,12 +194,12 @@ def pretrained_config(name: str) -> Any:
         raise UserError(f"timm={name!r}: timm has no such weights{known}") from None
 
 
-def data_of(about: Values) -> dict[str, Any]:
-    """Return the keys of DATA that timm's configuration ``about`` of weights has.
+def data_of(data_config: Values) -> dict[str, Any]:
+    """Return the keys of DATA of timm's ``data_config``.
 
     Without an interpolation that training does not know.
     """
-    data = {name: about[theirs] for name, theirs in TIMM_DATA.items()}
+    data = {name: data_config[theirs] for name, theirs in TIMM_DATA.items()}
     if data["interpolation"] not in ("bilinear", "bicubic"):
         del data["interpolation"]
     return data

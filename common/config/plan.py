@@ -1,7 +1,10 @@
 """Work out the batches and steps of a run from its config, the number of GPUs and the data set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from common.errors import UserError
 from common.files import Count, Values
@@ -37,8 +40,8 @@ class DataSummary:
 class Plan:
     """How a global batch is cut up, and how long the run is. One step is one optimizer step.
 
-    ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel *
-    tensor_parallel``, where ``gpus`` is the number of processes, on CPUs too.
+    ``total_batch = micro_batch * accumulation * data_parallel`` and ``world_size = data_parallel *
+    tensor_parallel``, where ``world_size`` is the number of processes, on CPUs too.
 
     ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with
     ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is what matrix
@@ -48,7 +51,7 @@ class Plan:
     schedules without one.
     """
 
-    gpus: Count
+    world_size: Annotated[Count, Field(alias="gpus")]
     tensor_parallel: Count
     data_parallel: Count
     micro_batch: Count
@@ -71,9 +74,14 @@ class Plan:
         """The step at which the stable phase ends; only with ``decay_steps``."""
         return self.total_steps - self.cooldown_steps - self.decay_steps
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as in config.json, where ``world_size`` is called "gpus"."""
+        fields = asdict(self)
+        return {"gpus": fields.pop("world_size"), **fields}
+
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
-        ranks = counted(self.gpus, unit)
+        ranks = counted(self.world_size, unit)
         if self.tensor_parallel > 1:
             ranks = (
                 f"{counted(self.data_parallel, 'group')} of {counted(self.tensor_parallel, unit)}"
@@ -81,19 +89,19 @@ class Plan:
         return f"{ranks} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
 
 
-def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
-    """Return the plan for ``gpus`` processes; without ``data`` all step counts are 0.
+def build_plan(config: Values, world_size: int, data: DataSummary | None) -> Plan:
+    """Return the plan for ``world_size`` processes; without ``data`` all step counts are 0.
 
     Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that
     does.
     """
     tensor = config["parallel"]["tensor"]["size"]
-    if gpus % tensor:
+    if world_size % tensor:
         raise UserError(
-            f"parallel.tensor.size={tensor} does not divide the number of processes, {gpus}: "
-            f"start {nearest_multiples(gpus, tensor)} processes"
+            f"parallel.tensor.size={tensor} does not divide the number of processes, {world_size}: "
+            f"start {nearest_multiples(world_size, tensor)} processes"
         )
-    data_parallel = gpus // tensor
+    data_parallel = world_size // tensor
     total = config["TOTAL_BATCH_SIZE"]
     # The Caltech-101 recipes state a batch per GPU: the global one grows with the processes.
     if total is None:
@@ -120,7 +128,7 @@ def build_plan(config: Values, gpus: int, data: DataSummary | None) -> Plan:
     decay_epochs = count_decay_epochs(config["LR_SCHEDULE"], config["DECAY"], config["NUM_EPOCHS"])
     decay = max(1, count_steps(decay_epochs, total_steps - cooldown)) if decay_epochs else 0
     return Plan(
-        gpus=gpus,
+        world_size=world_size,
         tensor_parallel=tensor,
         data_parallel=data_parallel,
         micro_batch=micro,

@@ -27,7 +27,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
 
 
 @pytest.mark.parametrize(
-    ("keys", "gpus", "expected"),
+    ("keys", "world_size", "expected"),
     [
         (
             dict(MICRO_BATCH_SIZE=256, MAX_STEPS=10**6),
@@ -90,13 +90,13 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
         ),
     ],
 )
-def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
-    plan = build_plan(CONFIG | keys, gpus, IMAGENET)
+def test_a_batch_is_cut_for_the_number_of_gpus(keys, world_size, expected):
+    plan = build_plan(CONFIG | keys, world_size, IMAGENET)
     assert {name: getattr(plan, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("keys", "gpus", "words"),
+    ("keys", "world_size", "words"),
     [
         (
             dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3),
@@ -127,6 +127,6 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):
+def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, world_size, words):
     with pytest.raises(UserError, match=words):
-        build_plan(CONFIG | keys, gpus, IMAGENET)
+        build_plan(CONFIG | keys, world_size, IMAGENET)

@@ -204,14 +204,14 @@ def list_classes(
     ]
 
 
-def note_missing(origin: str, class_names: Sequence[str], labels: np.ndarray) -> str:
-    """Return ``origin``, and which classes none of ``labels`` is of."""
+def note_missing(description: str, class_names: Sequence[str], labels: np.ndarray) -> str:
+    """Return ``description``, and which classes none of ``labels`` is of."""
     present = {*labels.tolist()}
     missing = [name for label, name in enumerate(class_names) if label not in present]
     if not missing:
-        return origin
+        return description
     share = f"{len(missing)} of {len(class_names)} classes"
-    return f"{origin}; no images of {share}: {list_some(missing)}"
+    return f"{description}; no images of {share}: {list_some(missing)}"
 
 
 def list_splits(

@@ -193,10 +193,10 @@ def build_train_loader(
     graphs: bool = False,
     **sampling: Any,
 ) -> Loader:
-    """Return the loader of random crops; each epoch permutes ``images``, or their ``blocks``.
+    """Return the loader of random crops; each epoch permutes ``images``, or their blocks.
 
     ``graphs`` has no effect: decoding cannot be a CUDA graph. ``sampling`` are ``dp_rank``,
-    ``dp_size``, ``sharing``, ``seed``, ``resolutions`` and ``blocks`` of `TrainSampler`.
+    ``dp_size``, ``sharing``, ``seed``, ``resolutions`` and ``block_bounds`` of `TrainSampler`.
     """
     augment = None
     uniforms = CROP_UNIFORMS
@@ -217,7 +217,7 @@ def build_train_loader(
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     # Smaller images may come in larger micro-batches, and DALI reserves memory for the largest.
-    largest = max([micro_batch, *(each.micro_batch for each in sampler.resolutions)])
+    largest = max([micro_batch, *(resolution.micro_batch for resolution in sampler.resolutions)])
     options = _reader_options(data, image_size, sampler, largest, device)
     reader = build_reader(images, crop, augment=augment, **options)
     return Loader(sampler, reader, images.name_image)
@@ -235,7 +235,7 @@ def build_eval_loader(
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks.
 
-    ``sampling`` are ``dp_rank``, ``dp_size``, ``sharing`` and ``blocks`` of `EvalSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size``, ``sharing`` and ``block_bounds`` of `EvalSampler`.
     """
     sampler = EvalSampler(len(images), batch, **sampling)
     options = _reader_options(data, image_size, sampler, batch, device)

@@ -33,7 +33,7 @@ class ImageSplit(ABC):
 
     class_names: Sequence[str]  # one for each label, in the order of the labels
     labels: np.ndarray  # int [N], each image's, from 0
-    origin: str = ""  # where the images come from, in words for the user: "val/"
+    description: str = ""  # where the images come from, in words for the user: "val/"
     # "0.2 by file name" if the validation images of the data set are such a share of its training
     # images.
     held_out: str = ""
@@ -107,11 +107,11 @@ class FolderSplit(ImageSplit):
         root: Path,
         class_names: Sequence[str],
         files: Files,
-        origin: str = "",
+        description: str = "",
         held_out: str = "",
     ):
         labels = np.array([label for _, label in files], np.int64)
-        super().__init__(class_names, labels, origin, held_out)
+        super().__init__(class_names, labels, description, held_out)
         self.root = root
         # An array: forked workers would copy a list of a million strings page by page, because
         # counting references writes to each.

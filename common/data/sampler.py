@@ -69,8 +69,8 @@ class TrainSampler:
 
     With ``balanced``, the labels of all samples, int [N], the order is that of `balanced_order`.
 
-    ``blocks`` holds the first record of each block and the number of records, int64. With it the
-    order is one of streams of blocks, else a permutation of all samples. Each stream has
+    ``block_bounds``, int64, holds the first record of each block and the number of records. With it
+    the order is one of streams of blocks, else a permutation of all samples. Each stream has
     consecutive rows of the batch. ``sharing`` tells which rows of a micro-batch are drawn here.
     """
 
@@ -84,7 +84,7 @@ class TrainSampler:
     num_uniforms: int = 0
     repeats: int = 1
     balanced: np.ndarray | None = None
-    blocks: np.ndarray | None = None
+    block_bounds: np.ndarray | None = None
     window: int = 1
     resolutions: Sequence[Resolution] = ()
     sharing: Sharing = ALONE
@@ -135,7 +135,7 @@ class TrainSampler:
             drawn = local_sample + np.minimum(local, rows - 1)
             indices = np.where(local < rows, order.samples[drawn], PADDING)
             spans = None
-            if self.blocks is not None:
+            if self.block_bounds is not None:
                 span_of_B = order.span_of[drawn]
                 spans = np.c_[order.spans[span_of_B], is_last[drawn]]
             yield Draw(indices, uniforms, spans, image_size)
@@ -153,8 +153,8 @@ class TrainSampler:
         """Return all samples that this rank draws in an epoch, in order."""
         steps = self.num_samples // self.total_batch
         count = 1
-        if self.blocks is not None:
-            count = count_streams(len(self.blocks) - 1, self.window, self.total_batch)
+        if self.block_bounds is not None:
+            count = count_streams(len(self.block_bounds) - 1, self.window, self.total_batch)
         # Stream i has the rows edges[i] to edges[i + 1] of every global batch.
         edges = np.arange(count + 1) * self.total_batch // count
         # Rounded up: the last of a stream's samples may be drawn fewer than ``repeats`` times.
@@ -191,15 +191,15 @@ class TrainSampler:
 
     def _stream(self, epoch: int, number: int, start: int, length: int) -> Stream:
         """Return ``length`` samples of stream ``number``, from ``start`` of the order of blocks."""
-        if self.blocks is None:
+        if self.block_bounds is None:
             order = epoch_order(self.num_samples, self.seed, epoch)
             if self.balanced is not None:
                 order = balanced_order(self.balanced, order, self.seed, epoch)
             one_span = np.array([[0, self.num_samples]])
             return Stream(order, np.zeros_like(order), one_span)
-        order = epoch_order(len(self.blocks) - 1, self.seed, epoch, BLOCKS)
+        order = epoch_order(len(self.block_bounds) - 1, self.seed, epoch, BLOCKS)
         words = _philox(self.seed, WINDOW, epoch, number, 0).random_raw(length)
-        spans = cut_stream(self.blocks, order, start, length)
+        spans = cut_stream(self.block_bounds, order, start, length)
         return shuffle_stream(spans, self.window, words)
 
 
@@ -207,7 +207,7 @@ class TrainSampler:
 class EvalSampler:
     """Give each rank consecutive samples, every sample exactly once, in equally many batches.
 
-    `PADDING` fills the last ones. ``blocks`` and ``sharing`` are as for `TrainSampler`.
+    `PADDING` fills the last ones. ``block_bounds`` and ``sharing`` are as for `TrainSampler`.
     """
 
     num_samples: int
@@ -215,7 +215,7 @@ class EvalSampler:
     _: KW_ONLY
     dp_rank: int = 0
     dp_size: int = 1
-    blocks: np.ndarray | None = None
+    block_bounds: np.ndarray | None = None
     sharing: Sharing = ALONE
 
     @property
@@ -248,16 +248,16 @@ class EvalSampler:
             indices = offset + number * self.batch + local
             is_sample = (local < self.batch) & (indices < self.num_samples)
             spans = None
-            if self.blocks is not None:
+            if self.block_bounds is not None:
                 if self.sharing.size > 1 and is_sample.any():
                     # Other ranks have the samples before the next batch.
                     first, *_, end = [*indices[is_sample], indices[is_sample][-1] + 1]
                 # Padding is no record: it gets the last one's span.
                 record = np.minimum(indices, self.num_samples - 1)
-                block = np.searchsorted(self.blocks, record, side="right")
+                block = np.searchsorted(self.block_bounds, record, side="right")
                 # Two ranks may meet in a block: each reads its own part.
-                starts = np.maximum(self.blocks[block - 1], first)
-                ends = np.minimum(self.blocks[block], end)
+                starts = np.maximum(self.block_bounds[block - 1], first)
+                ends = np.minimum(self.block_bounds[block], end)
                 spans = np.c_[starts, ends, indices == ends - 1]
             yield Draw(np.where(is_sample, indices, PADDING), no_uniforms, spans)
 

@@ -20,7 +20,7 @@ from common.data.sharing import Sharing
 from common.resolutions import Resolution
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
-SPLIT = dict(blocks=BLOCKS, window=3)
+SPLIT = dict(block_bounds=BLOCKS, window=3)
 LABELS = np.repeat([3, 0, 4, 1], [700, 200, 90, 10])  # of 5 classes, one without samples
 OTHER = dict(resolutions=[Resolution(9, 8, 2, 1)])  # micro-batches of 2
 
@@ -29,9 +29,9 @@ def build(
     samples: int, total_batch: int, micro_batch: int, dp_size: int, **options: object
 ) -> list[TrainSampler]:
     """Return the samplers of all ranks."""
-    place = dict(dp_size=dp_size, seed=7, num_uniforms=5, **options)
+    arguments = dict(dp_size=dp_size, seed=7, num_uniforms=5, **options)
     return [
-        TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **place)
+        TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **arguments)
         for rank in range(dp_size)
     ]
 
@@ -97,14 +97,14 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever():
     (draw,) = TrainSampler(6, 6, 6, seed=42, balanced=np.array([0, 0, 0, 0, 0, 1])).draws(3)
     assert draw.indices.tolist() == [5, 3, 5, 4, 5, 1]
     blocks = np.array([0, 3, 6, 9, 12])
-    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=blocks, window=2).draws(3)
+    (draw,) = TrainSampler(12, 12, 12, seed=42, block_bounds=blocks, window=2).draws(3)
     assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
 
 
 @pytest.mark.parametrize("dp_size", [1, 8, 64])
 def test_a_process_holds_as_many_blocks_as_its_window(dp_size):
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
-    for rank in build(blocks[-1], 64, 1, dp_size, blocks=blocks, window=4):
+    for rank in build(blocks[-1], 64, 1, dp_size, block_bounds=blocks, window=4):
         held = set()
         for draw in rank.draws(epoch=2):
             ((first, _, is_last),) = draw.spans.tolist()
@@ -134,7 +134,7 @@ def test_a_block_is_read_once_an_epoch_by_one_process(dp_size, repeats):
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples = int(blocks[-1])
     micro_batch = min(8, 64 // dp_size)
-    ranks = build(samples, 64, micro_batch, dp_size, blocks=blocks, window=4, repeats=repeats)
+    ranks = build(samples, 64, micro_batch, dp_size, block_bounds=blocks, window=4, repeats=repeats)
     reads = sorted(read for rank in ranks for read in reads_of(rank.draws(epoch=2)))
     assert all(end <= first for (_, end), (first, _) in pairwise(reads))
     drawn = samples // 64 * 64 // repeats
@@ -143,7 +143,7 @@ def test_a_block_is_read_once_an_epoch_by_one_process(dp_size, repeats):
 
 @pytest.mark.parametrize(("dp_size", "times"), [(64, 1), (3, 2), (6, 2), (128, 2)])
 def test_numbers_of_processes_that_do_not_divide_64_read_some_blocks_twice(dp_size, times):
-    ranks = build(10_000, 384, 1, dp_size, blocks=np.arange(0, 10_001, 10))
+    ranks = build(10_000, 384, 1, dp_size, block_bounds=np.arange(0, 10_001, 10))
     counts = Counter(read for rank in ranks for read in reads_of(rank.draws(0)))
     assert max(counts.values()) == times
 
@@ -151,7 +151,7 @@ def test_numbers_of_processes_that_do_not_divide_64_read_some_blocks_twice(dp_si
 def test_a_resumed_epoch_reads_no_more_than_the_rest():
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples = int(blocks[-1])
-    for rank in build(samples, 64, 8, 8, blocks=blocks, window=4):
+    for rank in build(samples, 64, 8, 8, block_bounds=blocks, window=4):
         whole = reads_of(rank.draws(2))
         rest = reads_of(rank.draws(2, samples // 128 * 64))
         # the second half, and the blocks that are in use: 8 streams with 4 each
@@ -163,7 +163,7 @@ def test_blocks_are_mixed_and_differ_by_epoch_and_seed():
     blocks = np.arange(0, 12_801, 100)
     orders = []
     for seed, epoch in ((0, 0), (0, 1), (1, 0)):
-        sampler = TrainSampler(12_800, 128, 128, seed=seed, blocks=blocks, window=4)
+        sampler = TrainSampler(12_800, 128, 128, seed=seed, block_bounds=blocks, window=4)
         orders.append(np.stack([draw.indices // 100 for draw in sampler.draws(epoch)]))
     # 32 streams with 4 of the 128 blocks at a time
     assert np.mean([len(np.unique(batch)) for batch in orders[0]]) > 60
@@ -176,8 +176,8 @@ def test_blocks_are_mixed_and_differ_by_epoch_and_seed():
 )
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, batch, dp_size):
     blocks = np.append(np.arange(0, samples, 5), samples)
-    place = dict(dp_size=dp_size, blocks=blocks)
-    ranks = [EvalSampler(samples, batch, dp_rank=rank, **place) for rank in range(dp_size)]
+    arguments = dict(dp_size=dp_size, block_bounds=blocks)
+    ranks = [EvalSampler(samples, batch, dp_rank=rank, **arguments) for rank in range(dp_size)]
     draws = [draw for rank in ranks for draw in rank.draws(epoch=5)]
     indices = np.concatenate([draw.indices for draw in draws])
     assert len(indices) == dp_size * batch * len(ranks[0])
@@ -194,8 +194,8 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, ba
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_ranks_that_share_the_decoding_draw_its_rows(size, blocks):
     """Each row is one rank's, and each span is dropped at the last of the rank's rows in it."""
-    train = partial(TrainSampler, 90, 36, 6, seed=1, num_uniforms=2, blocks=blocks, window=2)
-    for build_one in (train, partial(EvalSampler, 90, 7, blocks=blocks)):
+    train = partial(TrainSampler, 90, 36, 6, seed=1, num_uniforms=2, block_bounds=blocks, window=2)
+    for build_one in (train, partial(EvalSampler, 90, 7, block_bounds=blocks)):
         expected = [*build_one().draws(0)]
         shares = [build_one(sharing=Sharing(rank, size)) for rank in range(size)]
         drawn = [[*sampler.draws(0)] for sampler in shares]

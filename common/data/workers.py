@@ -51,13 +51,13 @@ class RecordReader:
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record]]]:
         """Yield each draw and the records of its samples, without padding, in order."""
-        held: dict[int, Reading] = {}  # spans, by their first record
+        shared: dict[int, Reading] = {}  # spans, by their first record
         pending: deque[_Pending] = deque()
         for draw in draws:
             if self.for_workers and draw.spans is None:
                 yield draw, []
                 continue
-            pending.append(self._begin(draw, held))
+            pending.append(self._begin(draw, shared))
             nbytes = sum(each.nbytes for each in pending)
             if len(pending) > DRAWS_AHEAD and (
                 nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD
@@ -70,8 +70,8 @@ class RecordReader:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _begin(self, draw: Draw, held: dict[int, Reading]) -> _Pending:
-        """Submit the reading of a draw; ``held`` are the spans that other draws need, too."""
+    def _begin(self, draw: Draw, shared: dict[int, Reading]) -> _Pending:
+        """Submit the reading of a draw; ``shared`` are the spans that other draws need, too."""
         indices = draw.indices[draw.indices != PADDING]
         readings = []
         nbytes = 0
@@ -84,13 +84,13 @@ class RecordReader:
         # Padding comes last and has spans too: `zip` ends at the last sample.
         spans = draw.spans.tolist()
         for index, (first, end, is_last) in zip(indices.tolist(), spans, strict=False):
-            if first not in held:
-                held[first] = self._pool.submit(self.split.read_span, first, end)
+            if first not in shared:
+                shared[first] = self._pool.submit(self.split.read_span, first, end)
                 nbytes += self.split.span_bytes(first, end)
-            readings.append((held[first], index - first))
+            readings.append((shared[first], index - first))
             if is_last:
                 # Pending draws still refer to the records; they are freed with the last of these.
-                del held[first]
+                del shared[first]
         return _Pending(draw, readings, nbytes)
 
     def _read_each(self, indices: Sequence[int]) -> list[Record]:

@@ -335,8 +335,8 @@ def _check_sharded(model: nn.Module, optimizer: Optimizer, config: Values) -> No
         f"parallel.tensor.size={size}": size > 1 and not has_shards,
         f"zero={zero}": zero and not isinstance(model, FSDPModule),
     }
-    for key, is_wrong in unsharded.items():
-        if is_wrong:
+    for key, is_unsharded in unsharded.items():
+        if is_unsharded:
             raise UserError(
                 f"{key}: the model is not sharded: call shard_model(model) of common.colossal "
                 f"before the optimizer is built, or remove {key} from the config"

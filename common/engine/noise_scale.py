@@ -25,7 +25,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.layout import Sharding
 from common.engine.tensor_parallel.sharding import named_shards, sum_over
 from common.engine.upstream import ParallelMode, all_reduce, gpc
 
@@ -47,15 +47,17 @@ def build_noise_scale(
     """
     if wanted is False or accumulation * gpc.get_world_size(ParallelMode.DATA) == 1:
         return None
-    shards = [getattr(parameter, "shard", Shard()) for parameter in named_shards(model).values()]
-    if wanted is None and any(_is_partial(shard) for shard in shards):
+    shardings = [
+        getattr(parameter, "sharding", Sharding()) for parameter in named_shards(model).values()
+    ]
+    if wanted is None and any(_is_partial(sharding) for sharding in shardings):
         return None
     return NoiseScale(model)
 
 
-def _is_partial(shard: Shard) -> bool:
+def _is_partial(sharding: Sharding) -> bool:
     """Return whether this rank has the gradient of a part of the micro-batch's samples."""
-    return shard.summed_over is not None and gpc.get_world_size(shard.summed_over) > 1
+    return sharding.summed_over is not None and gpc.get_world_size(sharding.summed_over) > 1
 
 
 class NoiseScale:
@@ -104,12 +106,14 @@ class NoiseScale:
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue
-            shard = getattr(shards[name], "shard", Shard())
-            if _is_partial(shard):
-                take = partial(self._keep, (shard.copies, shard.summed_over), order.index(name))
+            sharding = getattr(shards[name], "sharding", Sharding())
+            if _is_partial(sharding):
+                take = partial(
+                    self._keep, (sharding.copies, sharding.summed_over), order.index(name)
+                )
             else:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
-                take = partial(self._measure, shard.copies, dtype)
+                take = partial(self._measure, sharding.copies, dtype)
             parameter.register_hook(take)
 
     def _measure(self, copies: int, dtype: torch.dtype, grad: Tensor) -> None:

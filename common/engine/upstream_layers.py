@@ -1,7 +1,7 @@
 """Colossal-AI's own tensor-parallel layers (legacy/nn/layer/parallel_*/layers.py), repaired.
 
 They take and return this rank's shard of the activations: `layout` has the groups. A parameter's
-attribute ``shard`` tells gradient norms, LAMB and checkpoints of the full tensor. `shard_model`
+attribute ``sharding`` tells gradient norms, LAMB and checkpoints of the full tensor. `shard_model`
 uses other layers, those of `tensor_parallel.layers`.
 """
 
@@ -30,7 +30,7 @@ from common.engine.tensor_parallel.layout import (
     TENSOR,
     WEIGHT_3D,
     XZ_2P5D,
-    Shard,
+    Sharding,
 )
 from common.engine.tensor_parallel.sharding import gather_full, local_shard, sum_over
 from common.engine.upstream import (
@@ -70,13 +70,13 @@ LAYERS = {
 }
 
 
-def _shards(
-    linear: tuple[Shard, Shard],
-    norm: Shard,
+def _shardings(
+    linear: tuple[Sharding, Sharding],
+    norm: Sharding,
     features: tuple[ParallelMode, ...],
-    vocabulary: Shard,
+    vocabulary: Sharding,
     over: ParallelMode | None = None,
-) -> dict[str, dict[str, Shard]]:
+) -> dict[str, dict[str, Sharding]]:
     """Return how the parameters of a mode's layers are sharded, by the names of both.
 
     Args:
@@ -88,10 +88,10 @@ def _shards(
     """
     weight, bias = linear
     maps, rows, tokens = (
-        Shard(tuple((dim, group) for group in features), over, over) for dim in range(3)
+        Sharding(tuple((dim, group) for group in features), over, over) for dim in range(3)
     )
     # Every rank adds the full bias to a sum over ranks.
-    row = {"weight": rows, "bias": Shard((), TENSOR, over)}
+    row = {"weight": rows, "bias": Sharding((), TENSOR, over)}
     return {
         "Linear": {"weight": weight, "bias": bias},
         "Linear_Col": {"weight": weight, "bias": bias},
@@ -106,23 +106,23 @@ def _shards(
     }
 
 
-_SLICE = Shard(((0, TENSOR),))
-_VECTOR = Shard(((0, ROW_2D), (0, COL_2D)))
+_SLICE = Sharding(((0, TENSOR),))
+_VECTOR = Sharding(((0, ROW_2D), (0, COL_2D)))
 _SQUARES, _VECTORS = LAYOUTS["2.5d"].first
 SHARDS = {
     # Layer norms are PyTorch's.
-    "1D": _shards((_SLICE, _SLICE), Shard(), (TENSOR,), _SLICE),
-    "2D": _shards(
+    "1D": _shardings((_SLICE, _SLICE), Sharding(), (TENSOR,), _SLICE),
+    "2D": _shardings(
         (LAYOUTS["2d"].first[0], _VECTOR),
         _VECTOR,
         (ROW_2D, COL_2D),
-        Shard(((0, COL_2D), (1, ROW_2D))),
+        Sharding(((0, COL_2D), (1, ROW_2D))),
     ),
-    "2p5D": _shards(
+    "2p5D": _shardings(
         (_SQUARES, _VECTORS),
         _VECTORS,
         (ROW_2P5D, COL_2P5D),
-        Shard(((0, COL_2P5D), (1, ROW_2P5D)), DEPTH_2P5D, DEPTH_2P5D),
+        Sharding(((0, COL_2P5D), (1, ROW_2P5D)), DEPTH_2P5D, DEPTH_2P5D),
         DEPTH_2P5D,
     ),
 }
@@ -136,7 +136,7 @@ def _name_of(layer: nn.Module) -> tuple[str, str]:
     return next(LAYERS[cls] for cls in type(layer).__mro__ if cls in LAYERS)
 
 
-def _shards_of(layer: Any) -> dict[str, Shard]:
+def _shardings_of(layer: Any) -> dict[str, Sharding]:
     """Return how the parameters of a layer are sharded, but for their shapes, by their names."""
     name, mode = _name_of(layer)
     if mode != "3D":
@@ -146,17 +146,17 @@ def _shards_of(layer: Any) -> dict[str, Shard]:
     layout = LAYOUTS["3d"]
     is_first = inputs is INPUT_3D
     over = layout.samples if is_first else OUTPUT_X_WEIGHT_3D
-    return _shards(
+    return _shardings(
         layout.first if is_first else layout.second,
-        Shard(((0, outputs),), over, over),
+        Sharding(((0, outputs),), over, over),
         (outputs,),
-        Shard(((0, inputs), (0, WEIGHT_3D), (1, outputs))),
+        Sharding(((0, inputs), (0, WEIGHT_3D), (1, outputs))),
         over,
     )[name]
 
 
 def describe(layer: nn.Module) -> None:
-    """Give the parameters of a layer the attribute ``shard``, and hooks that sum their gradients.
+    """Give the parameters of a layer the attribute ``sharding``, and hooks that sum gradients.
 
     In each backward pass a hook sums a gradient over the ranks with other samples. Upstream does so
     within one square of a 2.5d model (parallel_2p5d/_operation.py:761), and fails on most ranks of
@@ -165,28 +165,28 @@ def describe(layer: nn.Module) -> None:
     Raises:
         UserError: for a weight that another layer splits differently.
     """
-    for name, shard in _shards_of(layer).items():
+    for name, sharding in _shardings_of(layer).items():
         parameter = layer._parameters.get(name)
         if parameter is None:  # without a bias
             continue
-        shape = list(parameter.shape[::-1] if shard.transposed else parameter.shape)
-        for dim, group in shard.cuts:
+        shape = list(parameter.shape[::-1] if sharding.transposed else parameter.shape)
+        for dim, group in sharding.cuts:
             shape[dim] *= gpc.get_world_size(group)
         # The hook sums: an optimizer step must not do so again.
-        described = replace(shard, shape=tuple(shape), summed_over=None)
-        if getattr(parameter, "shard", described) != described:
+        described = replace(sharding, shape=tuple(shape), summed_over=None)
+        if getattr(parameter, "sharding", described) != described:
             raise UserError(
                 f"{type(layer).__name__} splits the weight that it is given in another way than "
                 "the layer that has it: leave out weight="
             )
-        if not hasattr(parameter, "shard") and shard.summed_over and parameter.requires_grad:
-            group = shard.summed_over
+        if not hasattr(parameter, "sharding") and sharding.summed_over and parameter.requires_grad:
+            group = sharding.summed_over
             parameter.register_hook(lambda grad, group=group: sum_over(group, [grad])[0])
-        parameter.shard = described
+        parameter.sharding = described
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Give parameters beside upstream's layers their ``shard``, if ``model`` has such layers.
+    """Give parameters beside upstream's layers their ``sharding``, if ``model`` has such layers.
 
     Raises:
         UserError: for a trained one in another mode than 1d.
@@ -195,7 +195,7 @@ def check_parameters(model: nn.Module) -> None:
     for layer in layers:
         # A copy of a model has neither attributes nor hooks.
         describe(layer)
-    unknown = [name for name, p in model.named_parameters() if not hasattr(p, "shard")]
+    unknown = [name for name, p in model.named_parameters() if not hasattr(p, "sharding")]
     for name in unknown if layers else ():
         parameter = model.get_parameter(name)
         if parameter.requires_grad and tensor_parallel_env.mode != "1d":
@@ -205,7 +205,7 @@ def check_parameters(model: nn.Module) -> None:
                 "build the model of these layers only"
             )
         # In 1d all ranks have the same samples and gradient.
-        parameter.shard = Shard(replicated_over=TENSOR, shape=tuple(parameter.shape))
+        parameter.sharding = Sharding(replicated_over=TENSOR, shape=tuple(parameter.shape))
 
 
 def repair_construction() -> None:
@@ -235,7 +235,7 @@ def _described(build: Callable[..., None]) -> Callable[..., None]:
             raise UserError(f"{type(layer).__name__} does not support {wrong[0]}: leave it out")
         describe(layer)
         for parameter in layer.parameters():
-            group = parameter.shard.replicated_over
+            group = parameter.sharding.replicated_over
             if group:
                 # The tensor itself: a broadcast of the parameter would drop the hooks.
                 source = gpc.get_ranks_in_group(group)[0]
@@ -441,7 +441,7 @@ def _note_logits(layer: Any, _: Any, logits: Tensor) -> None:
     groups = [(group, 0) for group in samples]
     if is_split and not getattr(layer, "gather_output", False):
         # As the bias of these classes.
-        groups.append((_shards_of(layer)["bias"].cuts[0][1], -1))
+        groups.append((_shardings_of(layer)["bias"].cuts[0][1], -1))
     gpc.logits = logits.shape[-1], groups
 
 

@@ -295,9 +295,12 @@ def compare_row(row: Row) -> dict[str, float]:
     if has_gradient:
         pairs["gradient of the input"] = local.grad, cut(x.grad, row.x_cuts)
     for name, parameter in layer.named_parameters():
-        shard = getattr(parameter, "shard", None)
+        sharding = getattr(parameter, "sharding", None)
         expected = full[name].grad
-        pairs[f"gradient of {name}"] = parameter.grad, shard.cut(expected) if shard else expected
+        pairs[f"gradient of {name}"] = (
+            parameter.grad,
+            sharding.cut(expected) if sharding else expected,
+        )
     return {name: difference(*pair) for name, pair in pairs.items()}
 
 
@@ -363,9 +366,9 @@ def look_around(case: str) -> dict[str, Any]:
         ones = torch.ones(64)
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
         copies = [
-            all_gather(parameter.detach()[None], 0, parameter.shard.replicated_over)
+            all_gather(parameter.detach()[None], 0, parameter.sharding.replicated_over)
             for parameter in parameters
-            if parameter.shard.replicated_over
+            if parameter.sharding.replicated_over
         ]
         return {
             "masks": [layers[1](ones), layers[1](ones)],

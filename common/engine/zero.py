@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as DimensionShard
 
 from common.engine.amp import Cast, build_mixed_precision
 from common.engine.linear_pairs import BRANCHES
-from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.layout import Sharding
 from common.engine.tensor_parallel.sharding import shard_tensor_parallel
 from common.engine.upstream import ParallelMode, get_accelerator, gpc
 from common.errors import UserError
@@ -46,8 +46,8 @@ def check_zero(config: Mapping[str, Any]) -> None:
         (compiled == "model", f"COMPILE={compiled!r}", "True"),
         (bool(torch_ddp), f"torch_ddp={torch_ddp}", "dict()"),
     )
-    for is_wrong, key, remedy in rules:
-        if is_wrong:
+    for contradicts, key, remedy in rules:
+        if contradicts:
             raise UserError(
                 f"zero={dict(zero)} does not support {key}: set it to {remedy}, or zero=None"
             )
@@ -73,8 +73,8 @@ def _shard_data_parallel(model: nn.Module) -> None:
     """
     size = gpc.get_world_size(DATA)
     # Tensor parallelism has sharded the parameters before. This cuts a part of those shards.
-    shards = {
-        name: getattr(parameter, "shard", None) or Shard(shape=tuple(parameter.shape))
+    shardings = {
+        name: getattr(parameter, "sharding", None) or Sharding(shape=tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
     _apply_fsdp(model, size)
@@ -82,7 +82,7 @@ def _shard_data_parallel(model: nn.Module) -> None:
     for name, source in model.named_parameters():
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source = source
-        shard.shard = replace(shards[name], part=_placement_dim(source.shape, size))
+        shard.sharding = replace(shardings[name], part=_placement_dim(source.shape, size))
         model.shards[name] = shard
 
 

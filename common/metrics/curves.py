@@ -34,8 +34,8 @@ class Curves:
             self.is_stale = False
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's config; {} for a folder of metrics alone, which has none."""
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """Return a run's config, unchecked; {} for a folder of metrics alone, which has none."""
     file = folder / "config.json"
     return json.loads(file.read_text())["config"] if file.exists() else {}
 
@@ -78,7 +78,7 @@ def draw_curves(folder: Path) -> None:
         save_figure(figure, folder / picture)
 
     losses = [
-        ("train", "loss", f"training: {name_loss(read_config(folder))}", "-"),
+        ("train", "loss", f"training: {name_loss(read_raw_config(folder))}", "-"),
         ("eval", "loss", "evaluation: cross-entropy", "o-"),
     ]
     accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import own_file, read_text
-from common.metrics.curves import Curves, read_config
+from common.metrics.curves import Curves, read_raw_config
 from common.metrics.metrics_file import UNPLOTTED, Metrics, finite
 from common.process import set_variable
 from common.text import did_you_mean, printable
@@ -171,7 +171,7 @@ class WeightsAndBiases:
             id=read_text(id_file) if id_file.exists() else None,
             resume="allow" if mode == "online" else None,
             dir=str(folder),
-            config=read_config(folder),
+            config=read_raw_config(folder),
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )

@@ -147,5 +147,5 @@ def resolve_preprocessing(timm: str, args: Values) -> dict[str, Any]:
     """Return how timm's train.py with ``args`` prepares the images of the model ``timm``."""
     from timm.data import resolve_data_config
 
-    about = pretrained_config(timm).to_dict()
-    return resolve_data_config(args, about) | {"classifier": about["classifier"]}
+    pretrained_cfg = pretrained_config(timm).to_dict()
+    return resolve_data_config(args, pretrained_cfg) | {"classifier": pretrained_cfg["classifier"]}

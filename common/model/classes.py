@@ -68,13 +68,13 @@ def order_classes(
 
 
 def match_head(
-    about: Values, names: Sequence[str], classes: str | None
+    pretrained_cfg: Values, names: Sequence[str], classes: str | None
 ) -> tuple[list[int | None], str]:
     """Return the row of the weights' head for each of ``names``, and a warning if it is not known.
 
-    ``about``, or ``classes`` in its place, names the rows.
+    ``pretrained_cfg``, or ``classes`` in its place, names the rows.
     """
-    known = name_classes(about)
+    known = name_classes(pretrained_cfg)
     if classes and classes not in ORDERS:
         known = {"class_names": read_names(Path(classes)), "descriptions": []}
         classes = None
@@ -83,12 +83,12 @@ def match_head(
     return match_classes([rows, known["descriptions"]], names), warning
 
 
-def name_classes(about: Values) -> dict[str, list[str]]:
+def name_classes(pretrained_cfg: Values) -> dict[str, list[str]]:
     """Return the classes' names and what they mean; of ImageNet's those that timm knows."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    count = about.get("num_classes") or 0
-    names = about.get("label_names") or []
+    count = pretrained_cfg.get("num_classes") or 0
+    names = pretrained_cfg.get("label_names") or []
     descriptions = []
     # By the number of classes: 1,000 are those of ImageNet-1k.
     subset = None if names else infer_imagenet_subset({"num_classes": count})

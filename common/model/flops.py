@@ -88,17 +88,17 @@ def _count(model: Values, frozen: str | None, size: int) -> int:
 def peak_images_per_s(
     model: Values,
     fp16: Values | None,
-    gpus: int,
+    devices: int,
     device: torch.device,
     frozen: str | None = None,
 ) -> float:
-    """Return the images/s of ``gpus`` devices training at peak FLOP/s in the precision of ``fp16``.
+    """Return the images/s of ``devices`` training at peak FLOP/s in the precision of ``fp16``.
 
     Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and
     ``frozen`` (FREEZE) are the config's.
     """
     peak = peak_flops(device, compute_dtype(fp16, device.type))
-    return gpus * peak / flops_per_image(model, frozen)
+    return devices * peak / flops_per_image(model, frozen)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -32,11 +32,11 @@ BEIT = "beit_base_patch16_224"
 
 @pytest.mark.parametrize("mode", ["dp2", slow("zero 1"), slow("zero 3")])
 def test_several_processes_train_it_as_one(mode, data, tmp_path):
-    gpus, options = CASES[mode]
+    world_size, options = CASES[mode]
     settings = f"MODEL={DINO}", "TOTAL_BATCH_SIZE=16", "MAX_STEPS=4", "LOG.every=1"
     run_ranks(1, train, data, tmp_path / "one", *settings)
     own = [f"{key}={value}" for key, value in options.items()]
-    run_ranks(gpus, train, data, tmp_path / "several", *settings, *own)
+    run_ranks(world_size, train, data, tmp_path / "several", *settings, *own)
     one, several = (read_metrics(tmp_path / name) for name in ("one", "several"))
     for mine, other in zip(several, one, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)

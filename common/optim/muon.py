@@ -33,7 +33,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from common.hardware import is_fast
-from common.optim.sgd import is_wrong
+from common.optim.sgd import needs_unfused_sgd
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c above, as in torch.optim.Muon
 ITERATIONS = 5
@@ -159,7 +159,7 @@ class Muon(AdamW):
 
         By PyTorch's fused SGD: one launch for all tensors, and the host does not read `found_inf`.
         """
-        if is_wrong(tensors[0]):
+        if needs_unfused_sgd(tensors[0]):
             if self.found_inf is None or not self.found_inf:
                 rate = float(lr)
                 torch._foreach_mul_(tensors, 1 - rate * weight_decay)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 
-def is_wrong(tensor: Tensor) -> bool:
+def needs_unfused_sgd(tensor: Tensor) -> bool:
     """Return whether torch's fused kernel of SGD computes wrong numbers for ``tensor``.
 
     In half precision on CPUs it does before torch 2.14 (aten/src/ATen/native/cpu/
@@ -21,7 +21,7 @@ class FusedSGD(SGD):
 
     torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel
     that is not skipped fills, and from the next update on counts it as momentum
-    (torch/optim/sgd.py, `_fused_sgd`). It is not fused where the kernel `is_wrong`.
+    (torch/optim/sgd.py, `_fused_sgd`). It is not fused where a tensor `needs_unfused_sgd`.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -35,7 +35,7 @@ class FusedSGD(SGD):
         if len(starting) < len(trained):
             for p in starting:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        if any(map(is_wrong, trained)):
+        if any(map(needs_unfused_sgd, trained)):
             self._step_unfused()
             return
         super().step()

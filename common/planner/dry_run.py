@@ -55,8 +55,8 @@ def print_dry_run(
     rows["memory per GPU"] = _describe_memory(largest, cluster)
     if not is_compared:
         rows["time"] = (
-            f"{_describe_time(phases, images)}, on {counted(plan.gpus, cluster.gpu)}; "
-            f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
+            f"{_describe_time(phases, images)}, on {counted(plan.world_size, cluster.gpu)}; "
+            f"--gpus {plan.world_size} lists the assumptions and compares parallel modes"
         )
         if not torch.cuda.is_available():
             rows["time here"] = (
@@ -125,7 +125,7 @@ def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     flops = flops_per_image(config["MODEL"], config["FREEZE"])
     rows = {
-        "processes": f"{counted(plan.gpus, 'GPU')} = "
+        "processes": f"{counted(plan.world_size, 'GPU')} = "
         f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula(),
         "parameters": f"{count:,} ({count / 1e6:.1f} M)",
@@ -172,10 +172,10 @@ def describe_options(config: Values, plan: Plan, data: DataSummary | None) -> di
         rows["MODEL.timm"] = f"{name}, image_size={config['MODEL']['image_size']}, {transform}"
     if config["IMAGE_SIZES"]:
         sizes = [
-            f"{each.image_size} pixels to epoch {each.end}"
-            for each in plan.resolutions
+            f"{resolution.image_size} pixels to epoch {resolution.end}"
+            for resolution in plan.resolutions
             # There may be no epochs left for the full size.
-            if each is resolution_at(plan.resolutions, each.end - 1)
+            if resolution is resolution_at(plan.resolutions, resolution.end - 1)
         ]
         # A range test or a profile has one size.
         if len(sizes) == 1:

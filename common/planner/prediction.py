@@ -116,7 +116,7 @@ class Planner:
 
         Those with `zero` are included if it is set, or if data parallelism alone does not fit.
         """
-        tensors = _tensor_settings(self.plan.gpus, self.config["parallel"]["tensor"])
+        tensors = _tensor_settings(self.plan.world_size, self.config["parallel"]["tensor"])
         predictions = [self._predict_split(tensor, None) for tensor in tensors]
         data_parallel = predictions[0]
         # ZeRO costs messages: it is shown only where it is asked for, or needed.
@@ -129,7 +129,7 @@ class Planner:
             ]
             for tensor, stage in sharded:
                 # ZeRO shards over data-parallel ranks: one alone has nothing to shard.
-                if tensor["size"] < self.plan.gpus:
+                if tensor["size"] < self.plan.world_size:
                     predictions.append(self._predict_split(tensor, stage))
         return [prediction for prediction in predictions if prediction]
 
@@ -141,7 +141,7 @@ class Planner:
         if self.plan.total_is_derived:
             samples = self.plan.micro_batch * self.plan.accumulation
         else:
-            groups = self.plan.gpus // tensor["size"]
+            groups = self.plan.world_size // tensor["size"]
             samples, rest = divmod(self.plan.total_batch, groups)
             if rest:
                 return None
@@ -229,7 +229,7 @@ class Planner:
     ) -> Prediction:
         """Return the prediction for the mode of ``config``, this micro-batch and size of images."""
         tensor = config["parallel"]["tensor"]
-        split = self.plan.gpus, micro_batch, accumulation
+        split = self.plan.world_size, micro_batch, accumulation
         estimate = estimate_step(config, *split, image_size=image_size)
         # The ranks of a group share the decoding of a micro-batch, and gather it as uint8.
         rows = -(-micro_batch // tensor["size"])
@@ -250,7 +250,7 @@ class Planner:
         return Prediction(
             tensor=tensor,
             zero=config["zero"] and config["zero"]["stage"],
-            data_parallel=self.plan.gpus // tensor["size"],
+            data_parallel=self.plan.world_size // tensor["size"],
             micro_batch=micro_batch,
             accumulation=accumulation,
             estimate=estimate,
@@ -291,7 +291,7 @@ class Planner:
         return slow, fast
 
 
-def _tensor_settings(gpus: int, stated: dict[str, Any]) -> list[dict[str, Any]]:
+def _tensor_settings(world_size: int, stated: dict[str, Any]) -> list[dict[str, Any]]:
     """Return values of parallel.tensor for up to 64 of the GPUs, and the config's ``stated``.
 
     2.5D has at most the depth of its side, as in its paper.
@@ -303,7 +303,9 @@ def _tensor_settings(gpus: int, stated: dict[str, Any]) -> list[dict[str, Any]]:
         for depth in range(2, side + 1):
             tensors.append({"mode": "2.5d", "size": depth * side**2, "depth": depth})
     tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
-    fitting = [tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64]
+    fitting = [
+        tensor for tensor in tensors if world_size % tensor["size"] == 0 and tensor["size"] <= 64
+    ]
     return fitting if stated in fitting else [*fitting, stated]
 
 
@@ -330,7 +332,7 @@ def check_limits(config: Values, plan: Plan, memory: float) -> None:
     state_of_matrix = state_names(config["OPTIMIZER"], is_matrix=True)
     moments = sum(name != "step" for name in state_of_matrix)
     state = number * (parameters + trained * (1 + moments))
-    state //= plan.gpus if config["zero"] else plan.tensor_parallel
+    state //= plan.world_size if config["zero"] else plan.tensor_parallel
     if state > memory:
         raise UserError(
             f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per "

@@ -27,13 +27,13 @@ def in_micro_batches(size: int) -> dict:
     return {"MICRO_BATCH_SIZE": size, "gradient_accumulation": None}
 
 
-def build_planner(config: dict, gpus: int, cluster: Cluster = CLUSTER) -> Planner:
-    return Planner(config, build_plan(config, gpus, None), cluster)
+def build_planner(config: dict, world_size: int, cluster: Cluster = CLUSTER) -> Planner:
+    return Planner(config, build_plan(config, world_size, None), cluster)
 
 
 @functools.cache
-def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict[str, Prediction]:
-    found = build_planner(build_config(**model), gpus, cluster).predict_modes()
+def predict(world_size: int, cluster: Cluster = CLUSTER, **model: object) -> dict[str, Prediction]:
+    found = build_planner(build_config(**model), world_size, cluster).predict_modes()
     return {prediction.mode: prediction for prediction in found}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import read_about, read_config, read_trainer_state
+from common.checkpoint.content import read_config, read_metadata, read_trainer_state
 from common.config.plan import Plan, describe_rate
 from common.errors import UserError
 from common.files import Values
@@ -20,7 +20,7 @@ from common.run.start_warnings import (
     explain_cudnn,
     explain_muon,
     explain_sizes,
-    spare_classes,
+    explain_unused_classes,
 )
 from common.task import Task, ignored_root, named_root
 from common.text import print_wrapped
@@ -32,7 +32,10 @@ def print_plan(args: Namespace, prepared: Prepared, task: Task) -> None:
     root = named_root(config["DATA"])
     notes = {"weights": check_init(args, prepared)}
     if data:
-        notes |= {"classes": spare_classes(prepared), "reading": choose_order(prepared).why}
+        notes |= {
+            "classes": explain_unused_classes(prepared),
+            "reading": choose_order(prepared).why,
+        }
     elif root:
         why = "not on this machine"
         if config["DATA"]["download"]:
@@ -51,20 +54,20 @@ def print_plan(args: Namespace, prepared: Prepared, task: Task) -> None:
 
 
 def announce(
-    name: str, prepared: Prepared, origin: Path | None, reading: str, instead: str
+    name: str, prepared: Prepared, start_from: Path | None, reading: str, instead: str
 ) -> None:
     """Print what starts, and warn of what may not be meant.
 
-    ``origin``: the checkpoint to resume from. ``instead``: what runs instead of training.
+    ``start_from``: the checkpoint to resume from. ``instead``: what runs instead of training.
     """
     config, plan, data, precision = prepared
     assert data is not None
     for warning in (
-        explain_cpu(config, plan.total_batch, plan.gpus),
+        explain_cpu(config, plan.total_batch, plan.world_size),
         explain_cudnn(),
         torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
-        spare_classes(prepared),
-        "" if origin else explain_muon(config),
+        explain_unused_classes(prepared),
+        "" if start_from else explain_muon(config),
         precision.warning,
     ):
         if warning:
@@ -76,14 +79,14 @@ def announce(
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
-        describe_sides(origin or config["INIT"], data),
+        explain_leakage(start_from or config["INIT"], data),
         ignored
         and f"DATA={ignored} in the environment is not used, because the config sets "
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {describe_rate(config, plan)}",
-        origin and describe_rate_change(origin, config, plan),
+        start_from and describe_rate_change(start_from, config, plan),
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
         reading and f"reading {reading}",
         precision.note,
@@ -92,14 +95,14 @@ def announce(
         print_wrapped(line)
 
 
-def describe_rate_change(origin: Path, config: Values, plan: Plan) -> str:
-    """Return what a changed schedule does to the rate at the checkpoint ``origin``, else ""."""
-    about = read_about(origin)
-    before = _schedule_of(read_config(origin, about), Plan(**about["plan"]))
+def describe_rate_change(start_from: Path, config: Values, plan: Plan) -> str:
+    """Return what a changed schedule does to the rate at the checkpoint ``start_from``, else ""."""
+    metadata = read_metadata(start_from)
+    before = _schedule_of(read_config(start_from, metadata), Plan(**metadata["plan"]))
     now = _schedule_of(config, plan)
     if before == now:
         return ""
-    step = read_trainer_state(origin)["trainer"]["step"]
+    step = read_trainer_state(start_from)["trainer"]["step"]
     rates = [f"{each[0] * build_factor(*each)(step):.3g}" for each in (before, now)]
     earlier = "as" if rates[0] == rates[1] else rates[0]
     return f"learning rate at step {step:,}: {rates[1]}, {earlier} by the earlier schedule"
@@ -114,14 +117,14 @@ def _schedule_of(config: Values, plan: Plan) -> tuple[Any, ...]:
     return peak, name, *steps, *limits, plan.decay_steps
 
 
-def describe_sides(origin: Any, now: Any) -> str:
-    """Return what is known of validation images that the run or checkpoint ``origin`` trained on.
+def explain_leakage(source: Any, now: Any) -> str:
+    """Return what is known of validation images that the run or checkpoint ``source`` trained on.
 
     "" for the same data set, one of other classes, and one with its own validation images. A run's
     record has no names of images, but the rule by which they were held out.
     """
     try:
-        then = read_about(Path(origin))["data"]
+        then = read_metadata(Path(source))["data"]
     except (UserError, TypeError):  # weights from elsewhere, or none
         return ""
     is_same = then["fingerprint"] == now.fingerprint
@@ -129,10 +132,10 @@ def describe_sides(origin: Any, now: Any) -> str:
         return ""
     if "name" in now.held_out and now.held_out == then.get("held_out"):
         return (
-            f"held out: {now.held_out}, as in {origin}: images keep their sides, but one in each "
+            f"held out: {now.held_out}, as in {source}: images keep their sides, but one in each "
             "class of a few may have moved"
         )
     return (
-        f"warning: {origin} may have been trained on up to {now.eval_samples:,} of the "
+        f"warning: {source} may have been trained on up to {now.eval_samples:,} of the "
         f"{now.eval_samples:,} validation images, which it held out in another way"
     )

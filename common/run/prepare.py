@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_config
+from common.checkpoint.content import CONFIG, ConfigFile, read_config, read_metadata
 from common.checkpoint.weights import resolve_source
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
@@ -104,7 +104,7 @@ def choose_split(args: Namespace, config: Values) -> str | None:
     # The run's own record goes first. A branch has none at its first start.
     for folder in (output_folder(args, config), Path(args.resume)):
         if split is None and (folder / CONFIG).is_file():
-            split = read_config(folder, read_about(folder, ConfigFile))["DATA"]["split"]
+            split = read_config(folder, read_metadata(folder, ConfigFile))["DATA"]["split"]
     return split
 
 
@@ -122,11 +122,11 @@ def _count_classes(config: Values, data: DataSummary | None) -> int | None:
 
 def _plan(args: Namespace, launch: Launch, config: Values, data: DataSummary | None) -> Plan:
     """Return the plan for the processes of ``launch``, or the GPUs that a dry run is for."""
-    gpus = launch.world_size
+    world_size = launch.world_size
     # a plan may be for more GPUs than there are processes
     if args.dry_run and (args.gpus or launch.launcher == "single"):
-        gpus = args.gpus or args.world_size or config["GPUS"]
-    plan = build_plan(config, gpus, data)
+        world_size = args.gpus or args.world_size or config["GPUS"]
+    plan = build_plan(config, world_size, data)
     # The noise is measured between gradients of several micro-batches or ranks.
     if args.find_batch and plan.total_batch == plan.micro_batch:
         raise UserError(f"--find-batch: {UNMEASURED}")

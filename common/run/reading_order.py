@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from common.checkpoint.content import read_about
+from common.checkpoint.content import read_metadata
 from common.config.plan import DataSummary
 from common.data.sampler import window_bytes
 from common.hardware import memory_bytes
@@ -28,7 +28,7 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> ReadingO
         return ReadingOrder()
     # Another order would show some images twice in the epoch that is resumed.
     options = prepared.config["DATA"]
-    saved = read_about(start_from)["plan"]["order"] if start_from else None
+    saved = read_metadata(start_from)["plan"]["order"] if start_from else None
     if options["sampling"]:
         reading = ReadingOrder("random", "as DATA.sampling draws single images")
     elif options["order"]:

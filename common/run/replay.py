@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from common.checkpoint.content import CONFIG, METRICS, ConfigFile, find_fault, read_about
+from common.checkpoint.content import CONFIG, METRICS, ConfigFile, find_fault, read_metadata
 from common.checkpoint.hook import load_checkpoint
 from common.checkpoint.resume import AUTO, choose_checkpoint
 from common.checkpoint.save import list_checkpoints
@@ -48,7 +48,9 @@ def find_replay_start(output: Path, step: int, resume: str) -> Path | None:
         raise UserError(f"--replay {step}: {output} holds no run; name it by --output DIR")
     if resume != AUTO:
         return choose_checkpoint(resume, output / "checkpoints")
-    starts = [start for start in read_about(output, ConfigFile)["starts"] if start["step"] < step]
+    starts = [
+        start for start in read_metadata(output, ConfigFile)["starts"] if start["step"] < step
+    ]
     origins = [Path(start["from"]) for start in reversed(starts) if start.get("from")]
     for path in [*list_checkpoints(output / "checkpoints"), *origins]:
         if int(path.name.removeprefix("step-")) < step and find_fault(path) is None:
@@ -143,17 +145,17 @@ class Replay(Measurement):
         model: nn.Module,
         optimizer: Optimizer,
         metrics: MetricsHook,
-        about: Values,
+        metadata: Values,
         start_from: Path | None,
     ) -> None:
         """Take what is trained, and compare the records of ``metrics`` with the run's."""
         self.model = model
         self.optimizer = optimizer
         self.metrics = metrics
-        self.about = about
+        self.metadata = metadata
         self.start_from = start_from
         if self.is_main:
-            start = about["starts"][-1]["step"]
+            start = metadata["starts"][-1]["step"]
             loggers = {
                 PROGRESS_BAR: lambda: ProgressBar(self.folder, start, self.total_steps),
                 "record": lambda: Comparison(self.folder, self.compared),
@@ -164,8 +166,8 @@ class Replay(Measurement):
         trainer.engine.train_without_graphs("--replay")  # with the same bits
         self.is_same_work = True
         if self.start_from:
-            config = self.about["config"]
-            ranks = {"gpus": self.plan.gpus, "parallel": config["parallel"]}
+            config = self.metadata["config"]
+            ranks = {"gpus": self.plan.world_size, "parallel": config["parallel"]}
             parts = self.model, self.optimizer, None, self.metrics
             _, self.is_same_work = load_checkpoint(self.start_from, trainer, ranks, *parts)
         # An evaluation that was due at the checkpoint changes no weight.
@@ -253,7 +255,7 @@ class Replay(Measurement):
 
     def _list_images(self, criterion: Any) -> list[dict[str, Any]]:
         """Return this rank's images of the step, with their loss and random numbers."""
-        names = self.about["data"]["class_names"]
+        names = self.metadata["data"]["class_names"]
         # All rows, of which this rank may have decoded some.
         sampler = replace(self.loader.sampler, sharing=ALONE)
         draws = sampler.draws(self.position["epoch"], self.position["samples"])
@@ -279,7 +281,7 @@ class Replay(Measurement):
 
     def _write_images(self) -> None:
         """Write this rank's images as the model saw them."""
-        data = self.about["config"]["DATA"]
+        data = self.metadata["config"]["DATA"]
         std, mean = (torch.tensor(data[key])[:, None, None] for key in ("std", "mean"))
         rank = gpc.get_local_rank(ParallelMode.DATA)
         assert self.target

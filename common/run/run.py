@@ -44,7 +44,7 @@ class Run:
     plan: Plan
     output: Path
     is_main: bool
-    about: dict[str, Any]  # content of config.json
+    metadata: dict[str, Any]  # content of config.json
     start_from: Path | None  # the checkpoint to resume from
     measurement: Measurement | None  # what runs instead of training
 
@@ -69,7 +69,7 @@ class Run:
     @property
     def augmentation(self) -> dict[str, Any]:
         """The arguments of `BatchAugment`."""
-        config = self.about["config"]
+        config = self.metadata["config"]
         return dict(
             seed=config["SEED"],
             mean=config["DATA"]["mean"],
@@ -87,20 +87,20 @@ class Run:
     @property
     def class_weights(self) -> torch.Tensor | None:
         """The weights of CLASS_WEIGHTS, float32 [num_classes], or None."""
-        weights = class_weights(self.about["config"], self.about["data"]["class_counts"])
+        weights = class_weights(self.metadata["config"], self.metadata["data"]["class_counts"])
         if weights is None:
             return None
         return torch.tensor(weights, dtype=torch.float32, device=self.device)
 
     def load_init(self, model: nn.Module) -> None:
         """Load the weights of ``INIT`` into ``model``, not sharded yet, unless the run resumes."""
-        source = self.about["config"]["INIT"]
+        source = self.metadata["config"]["INIT"]
         if not source or self.start_from is not None:
             return
-        classes = self.about["data"]["class_names"], self.about["init_classes"]
+        classes = self.metadata["data"]["class_names"], self.metadata["init_classes"]
         done = ask_first_rank(lambda: load_pretrained(model, source, *classes))
         # It names the checkpoint: INIT may name a run or a link.
-        self.about["starts"][-1]["init"] = done
+        self.metadata["starts"][-1]["init"] = done
         # The others load after the first: it may have downloaded the file.
         if not self.is_main:
             load_pretrained(model, source, *classes)
@@ -112,14 +112,14 @@ class Run:
         resolutions = ResolutionHook(self.plan, self.is_main)
         if isinstance(self.measurement, Replay):
             metrics = self._build_metrics(is_main=False)
-            self.measurement.attach(model, optimizer, metrics, self.about, self.start_from)
+            self.measurement.attach(model, optimizer, metrics, self.metadata, self.start_from)
             return [resolutions, metrics, self.measurement]
         # A measurement leaves no record and no checkpoint.
         if self.measurement:
             return [resolutions, self.measurement]
-        config = self.about["config"]
+        config = self.metadata["config"]
         if self.is_main:
-            write_start(self.output, self.about, self.start_from)
+            write_start(self.output, self.metadata, self.start_from)
         metrics = self._build_metrics(self.is_main)
         ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(
@@ -127,7 +127,7 @@ class Run:
             model,
             optimizer,
             metrics,
-            about=self.about,
+            metadata=self.metadata,
             every=config["CHECKPOINT_EVERY"],
             keep=config["KEEP"],
             start_from=self.start_from,
@@ -138,11 +138,11 @@ class Run:
 
     def _build_metrics(self, is_main: bool) -> MetricsHook:
         """Return the hook of the metrics, with loggers if ``is_main``."""
-        config = self.about["config"]
-        start = self.about["starts"][-1]["step"]
+        config = self.metadata["config"]
+        start = self.metadata["starts"][-1]["step"]
         shape = config["MODEL"]
         frozen = config["FREEZE"]
-        peak = peak_images_per_s(shape, config["fp16"], self.plan.gpus, self.device, frozen)
+        peak = peak_images_per_s(shape, config["fp16"], self.plan.world_size, self.device, frozen)
         # The FLOP/s of the hardware, from which images of each size get their own peak.
         peak_flops = peak * flops_per_image(shape, frozen)
         peaks = {
@@ -172,10 +172,10 @@ class Run:
         unlock_folder(self.output)
         folder = self.output / "checkpoints"
         checkpoint = newest_checkpoint(folder)
-        ended = self.about["plan"]["last_step"]
+        ended = self.metadata["plan"]["last_step"]
         is_early = self.is_main and ended < self.plan.last_step
         if is_early:  # as the checkpoint's: that it is finished
-            write_config(self.output, self.about)
+            write_config(self.output, self.metadata)
         stopped = stop_signals.agreed
         stop_signals.restore()
         if stopped:
@@ -189,7 +189,7 @@ class Run:
         if self.measurement or not self.is_main:
             return
         shown = short_path(self.output)
-        config = self.about["config"]
+        config = self.metadata["config"]
         if is_early:
             why = f"{config['PATIENCE']} evaluations without a better {config['BEST']} (PATIENCE)"
             print(f"ended        at step {ended:,} of {self.plan.last_step:,}: {why}")
@@ -238,18 +238,18 @@ def describe_best(best: Metrics, metric: str) -> str:
     return f"{metric} {metric_value(best, metric):.4f} at step {best['step']}"
 
 
-def write_config(output: Path, about: dict[str, Any]) -> None:
+def write_config(output: Path, metadata: dict[str, Any]) -> None:
     """Write config.json at once: a reader, or a crash, finds the old one or the new."""
     partial = output / ".config.partial"
     # default=str: AMP_TYPE becomes the text that the schema reads back.
-    own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
+    own_file(partial).write_text(json.dumps(metadata, indent=2, default=str) + "\n")
     partial.replace(output / CONFIG)
 
 
-def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:
+def write_start(output: Path, metadata: dict[str, Any], start_from: Path | None) -> None:
     """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
     try:
-        write_config(output, about)
+        write_config(output, metadata)
         # records after the checkpoint are of steps that are taken again
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
         # a disk that was full may have taken part of the last line

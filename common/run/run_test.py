@@ -35,11 +35,11 @@ def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
     lines = f"{measured}\n{origin}\n{FIGURES}\n{last}\n"  # the lines of a branch
     config = load_config("quickstart")
     plan = build_plan(config, 1, None)
-    about = {"config": config, "plan": {"last_step": plan.last_step}}
+    metadata = {"config": config, "plan": {"last_step": plan.last_step}}
     with launched():
         for text in ("", FIGURES, lines):
             (output / "metrics.jsonl").write_text(text)
-            Run(plan, output, True, about, start_from=None, measurement=None).finish()
+            Run(plan, output, True, metadata, start_from=None, measurement=None).finish()
     best = "noise scale  1,900 images at step 1, batch 128\n"
     best += "best         top1 0.5000 at step 1 (checkpoints/step-00000001)\n"
     expected = [f"{PRINTED}{end}" for end in ("top1=?\n", "top1=0.5000\n", f"{best}top1=0.2500\n")]

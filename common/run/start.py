@@ -76,13 +76,13 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     if measurement:
         plan = measurement.limit(plan)
     prepared = prepared._replace(plan=plan)
-    about = _describe_start(args, argv, task, prepared, begin.checkpoint)
+    metadata = _describe_start(args, argv, task, prepared, begin.checkpoint)
     if is_main:
         if begin.checkpoint:
-            print_changes(about, begin.checkpoint)
+            print_changes(metadata, begin.checkpoint)
         instead = measurement.announcement if measurement else ""
         announce(args.config, prepared, begin.checkpoint, reading.why, instead)
-    return Run(plan, output, is_main, about, begin.checkpoint, measurement)
+    return Run(plan, output, is_main, metadata, begin.checkpoint, measurement)
 
 
 def _handle_signals_and_errors(launch: Launch, prepared: Prepared) -> None:
@@ -115,16 +115,16 @@ def _describe_start(
     checkpoint: Path | None,
 ) -> dict[str, Any]:
     """Return the content of config.json: on every rank, as its hooks read the config in it."""
-    about = {
+    metadata = {
         "name": Path(args.config).stem,
         "task": task.name,
         "config": prepared.config,
-        "plan": asdict(prepared.plan),
+        "plan": prepared.plan.to_dict(),
         "init_classes": args.classes or args.class_order,
         "data": asdict(prepared.data),  # pyright: ignore[reportArgumentType]
         **describe_run(argv),
     }
-    return about | ask_first_rank(lambda: add_start(about, checkpoint))
+    return metadata | ask_first_rank(lambda: add_start(metadata, checkpoint))
 
 
 def shared_by_ranks(args: Namespace, prepared: Prepared) -> dict[str, str]:

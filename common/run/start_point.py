@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
-from common.checkpoint.content import CONFIG, ConfigFile, read_about, read_trainer_state
+from common.checkpoint.content import CONFIG, ConfigFile, read_metadata, read_trainer_state
 from common.checkpoint.resume import (
     AUTO,
     NEVER,
@@ -91,7 +91,7 @@ def is_stable(path: Path, plan: Plan, *, is_branch: bool) -> bool:
     False for schedules without a stable phase. Raises `UserError` for a branch from a later
     checkpoint into another decay, where the rate would jump.
     """
-    then = Plan(**read_about(path)["plan"])
+    then = Plan(**read_metadata(path)["plan"])
     if not (then.decay_steps and plan.decay_steps):
         return False
     before, now = ((each.decay_start, each.decay_steps) for each in (then, plan))
@@ -125,7 +125,7 @@ def _describe_finished(output: Path, step: int, metric: str, remedy: str) -> str
 
 def _refuse_finished_record(output: Path) -> None:
     """Raise `UserError` for a run without checkpoints whose last step was evaluated."""
-    last_step = read_about(output, ConfigFile)["plan"]["last_step"]
+    last_step = read_metadata(output, ConfigFile)["plan"]["last_step"]
     if any(record["step"] >= last_step for record in read_records(output, "eval")):
         raise UserError(
             f"{output} holds a finished run without checkpoints, whose record would be "

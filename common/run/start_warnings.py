@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint.content import read_about, read_config
+from common.checkpoint.content import read_config, read_metadata
 from common.config.plan import Plan
 from common.errors import UserError
 from common.files import Values
@@ -68,21 +68,22 @@ def explain_sizes(config: Values, plan: Plan, cluster: Cluster) -> str:
         return ""
     planner = Planner(config, plan, cluster)
     begin = 0
-    for each in plan.resolutions:
-        step = each.micro_batch, each.accumulation, each.image_size
+    for resolution in plan.resolutions:
+        step = resolution.micro_batch, resolution.accumulation, resolution.image_size
         prediction = planner.predict(config, *step)
         if not prediction.fits:
             need = describe_bytes(prediction.memory)
             return (
-                f"warning: from epoch {begin + 1} on, {each.micro_batch} images of "
-                f"{each.image_size} pixels are expected to take {need}, too much for a GPU with "
-                f"{describe_bytes(cluster.memory)}: lower MICRO_BATCH_SIZE, or what IMAGE_SIZES has"
+                f"warning: from epoch {begin + 1} on, {resolution.micro_batch} images of "
+                f"{resolution.image_size} pixels are expected to take {need}, too much for a "
+                f"GPU with {describe_bytes(cluster.memory)}: lower MICRO_BATCH_SIZE, or what "
+                "IMAGE_SIZES has"
             )
-        begin = each.end
+        begin = resolution.end
     return ""
 
 
-def spare_classes(run: Prepared) -> str:
+def explain_unused_classes(run: Prepared) -> str:
     """Return a warning where the head has more classes than the data set.
 
     It may be that of INIT's weights, which is kept.
@@ -104,7 +105,7 @@ def explain_muon(config: Values) -> str:
         return ""
     with suppress(UserError):  # weights that no run of ours trained
         folder = Path(source)
-        if read_config(folder, read_about(folder))["OPTIMIZER"]["name"] == "muon":
+        if read_config(folder, read_metadata(folder))["OPTIMIZER"]["name"] == "muon":
             return ""
     return (
         f"warning: Muon fine-tunes weights of Adam or AdamW, as those of {source} may be, worse "
@@ -130,7 +131,7 @@ def explain_out_of_memory(error: Exception, run: Prepared) -> str:
             f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
             f"gradient_accumulation={fitting.accumulation} is expected to fit, with the same batch"
         )
-    if any(each.micro_batch > plan.micro_batch for each in plan.resolutions):
+    if any(resolution.micro_batch > plan.micro_batch for resolution in plan.resolutions):
         remedy = f"lower those in IMAGE_SIZES; or {remedy}"
     return (
         f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} "

@@ -186,7 +186,7 @@ def open_split(root: Path, split: str) -> TFRecordSplit:
     return TFRecordSplit(
         class_names=read_labels(root / LABELS, manifest.num_classes),
         labels=records["label"],
-        origin=f"the prepared {split} split",
+        description=f"the prepared {split} split",
         held_out=manifest.made.get("held_out") or "",
         name=split,
         shards=[root / entry.name for entry in entries],

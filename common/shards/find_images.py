@@ -62,13 +62,13 @@ def list_source(
         raise UserError(
             f"--validation-share={validation_share}: {root} has a validation split already; drop it"
         )
-    origin = f"the {name} split"
+    description = f"the {name} split"
     if folders:
-        origin = f"{folders[name].name}/"
+        description = f"{folders[name].name}/"
     elif "" in present:
-        origin = "the whole folder"  # which has no splits of its own
+        description = "the whole folder"  # which has no splits of its own
     splits = {name: source.splits[name]} if split else source.splits
-    return replace(source, splits=splits, validation=origin + unused)
+    return replace(source, splits=splits, validation=description + unused)
 
 
 def _list_layout(

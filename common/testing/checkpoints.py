@@ -43,24 +43,28 @@ MEASURED = (
 )
 
 
-def build_about(*settings: str) -> dict[str, Any]:
+def build_metadata(*settings: str) -> dict[str, Any]:
     """Return what config.json of a run with these settings holds."""
     config = load_config("quickstart", [*SETTINGS, *settings])
     data = DataSummary(61, 10, 3, fingerprint="same", class_names=("a", "b", "c"))
-    about = {
+    metadata = {
         "name": "tiny",
         "task": "",
         "config": config,
-        "plan": asdict(build_plan(config, 1, data)),
+        "plan": build_plan(config, 1, data).to_dict(),
     }
-    about |= {"data": asdict(data), **describe_run([]), "starts": [{"step": 0, "dtype": "float32"}]}
-    return json.loads(json.dumps(about, default=str))
+    metadata |= {
+        "data": asdict(data),
+        **describe_run([]),
+        "starts": [{"step": 0, "dtype": "float32"}],
+    }
+    return json.loads(json.dumps(metadata, default=str))
 
 
 def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str, Tensors | bytes]:
     """Return the files of a finished run's last checkpoint, all of whose numbers are ``value``."""
-    about = build_about(*settings)
-    shapes = state_shapes(build_on_meta(about["config"]["MODEL"]))
+    metadata = build_metadata(*settings)
+    shapes = state_shapes(build_on_meta(metadata["config"]["MODEL"]))
     weights = {name: torch.full(shape, value) for name, shape in shapes.items()}
     state = {
         "trainer": {"step": step, "epoch": 0, "epoch_step": step, "evaluated_step": step},
@@ -69,18 +73,20 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         "metrics": [{"steps": 0, "micro_batches": 0, "loss": 0.0}],
         "best_top1": 0.5,
         "best_loss": 0.0,
-        "ranks": {"gpus": 1, "parallel": about["config"]["parallel"]},
+        "ranks": {"gpus": 1, "parallel": metadata["config"]["parallel"]},
     }
     return {
         MODEL: weights,
         OPTIMIZER: {
             f"{key}/{name}": torch.tensor(float(step)) if key == "step" else weight.clone()
             for name, weight in weights.items()
-            for key in state_names(about["config"]["OPTIMIZER"], count_matrices(name, shapes) > 0)
+            for key in state_names(
+                metadata["config"]["OPTIMIZER"], count_matrices(name, shapes) > 0
+            )
         },
         RANDOM: {"0/torch": torch.get_rng_state()},
         TRAINER: json.dumps(state).encode(),
-        CONFIG: json.dumps(about).encode(),
+        CONFIG: json.dumps(metadata).encode(),
         METRICS: b'{"kind": "train", "step": 1, "epoch": 0.1, "time": 0, "loss": 1.0}\n',
     }
 

@@ -76,10 +76,12 @@ def run_forked(main: Main, argv: Sequence[object] = (), code: int = 0, **environ
     """Run ``main(argv)`` by `forked`; expect this exit status (-9: a signal), no traceback."""
     with forked(main, argv, **environ) as (process, stdout, stderr):
         process.join(TIMEOUT)
-        found = process.exitcode
+        exit_status = process.exitcode
         out = stdout.read_text()
         err = stderr.read_text()
-    assert found == code, f"{argv}: exit status {found}, None after {TIMEOUT:g} s:\n{out}\n{err}"
+    assert exit_status == code, (
+        f"{argv}: exit status {exit_status}, None after {TIMEOUT:g} s:\n{out}\n{err}"
+    )
     assert "Traceback" not in err, err
     return Ended(out, err)
 

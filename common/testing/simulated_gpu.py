@@ -54,10 +54,10 @@ class GpuTensor(Tensor):
 
     @staticmethod
     def __new__(cls, raw):
-        place = dict(
+        attributes = dict(
             strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=CUDA
         )
-        return Tensor._make_wrapper_subclass(cls, raw.shape, **place)
+        return Tensor._make_wrapper_subclass(cls, raw.shape, **attributes)
 
     def __init__(self, raw):
         self.raw = raw
@@ -99,8 +99,8 @@ class SimulatedGpu(TorchDispatchMode):
         for frame, line in traceback.walk_stack(sys._getframe()):
             path = Path(frame.f_code.co_filename)
             if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__):
-                place = f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}"
-                self.waits.setdefault(place, set()).add(line)
+                location = f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}"
+                self.waits.setdefault(location, set()).add(line)
                 return
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -102,9 +102,9 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, graphs, data, tm
     ["1d-2", "zero 3", slow("2d-4"), slow("2.5d-4"), "3d-8", slow("zero 1"), slow("zero 1 x 1d-2")],
 )
 def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data, tmp_path):
-    gpus, options = CASES[mode]
+    world_size, options = CASES[mode]
     settings = ["EMA=0.9", *(f"{key}={value}" for key, value in options.items())]
-    waits, *_ = run_ranks(gpus, train, data, tmp_path / "run", *settings)
+    waits, *_ = run_ranks(world_size, train, data, tmp_path / "run", *settings)
     assert sorted(waits.keys() - ALLOWED) == []
     assert [record["loss"] for record in read_metrics(tmp_path / "run")] == pytest.approx(
         losses, rel=1e-5

@@ -66,4 +66,4 @@ def name_classes(run: SavedRun, file: str | None) -> None:
     if len(names) != outputs:
         raise UserError(f"--classes {file}: {len(names)} names, the model has {outputs} classes")
     # The run's descriptions belong to its own names.
-    run.about["data"] |= {"class_names": names, "descriptions": []}
+    run.metadata["data"] |= {"class_names": names, "descriptions": []}

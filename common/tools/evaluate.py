@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         settings.append(f"DATA.root={args.data!r}")
     run = open_model(args.run, settings, raw=args.raw)
     name_classes(run, args.classes)
-    task = find_task(run.about["task"])
+    task = find_task(run.metadata["task"])
     is_own_data = choose_images(run, task, args)
     summary = task.describe(run.config["DATA"])
     labels_of, warning = match_labels(run, summary, args.class_order)
@@ -100,7 +100,7 @@ def choose_images(run: SavedRun, task: Task, args: Namespace) -> bool:
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
     # the folder that the run itself trained on has held-out images, whoever names it
-    trained_on = run.about.get("config", {}).get("DATA", {}).get("root")
+    trained_on = run.metadata.get("config", {}).get("DATA", {}).get("root")
     is_same = trained_on and Path(args.data or trained_on).resolve() == Path(trained_on).resolve()
     is_own_data = not args.split and (is_same or not args.data)
     if not is_own_data and task.has_splits:
@@ -140,11 +140,11 @@ def _print_start(run: SavedRun, data: DataSummary, warning: str, *, is_own_data:
     print_wrapped(f"data       {root}: {data.eval_samples:,} images, {split}", 11)
     if warning:
         print_wrapped(warning, is_warning=True)
-    trained_on = run.about["data"].get("fingerprint", data.fingerprint)
+    trained_on = run.metadata["data"].get("fingerprint", data.fingerprint)
     if is_own_data and trained_on != data.fingerprint:
         changed = "warning: the data set has changed"
         print_wrapped(f"{changed}: the model may have been trained on some of these", 11)
-    for line in list_changes(run.about):
+    for line in list_changes(run.metadata):
         print_wrapped(line)
 
 
@@ -210,11 +210,11 @@ def match_labels(run: SavedRun, data: DataSummary, order: str | None) -> tuple[l
     `UserError` for classes that the model does not know.
     """
     root = run.config["DATA"]["root"]
-    about = run.about["data"]
+    run_data = run.metadata["data"]
     names = data.class_names
     count = run.config["MODEL"]["num_classes"]
-    about["class_names"], warning = order_classes(about["class_names"], names, order, count)
-    known = [about["class_names"], run.class_names]
+    run_data["class_names"], warning = order_classes(run_data["class_names"], names, order, count)
+    known = [run_data["class_names"], run.class_names]
     has_words = not any(map(str.isdecimal, known[0]))
     if has_words:
         # the folders of ImageNetV2 are named by the label
@@ -245,9 +245,9 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     print_lowest(rows, run.class_names)
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
     print_wrapped(f"confidence {calibration}", 11)
-    learned = run.class_names[: len(run.about["data"]["class_names"])]
+    learned = run.class_names[: len(run.metadata["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
-    about = {
+    evaluated = {
         "calibration": asdict(calibration),
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
@@ -255,7 +255,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     }
     # JSON has no NaN, which AUROC's limits may be.
     limits = {name: finite(interval._asdict()) for name, interval in intervals.items()}
-    record = finite(metrics) | {"intervals_95": limits} | about | describe_run(argv)
+    record = finite(metrics) | {"intervals_95": limits} | evaluated | describe_run(argv)
     file = output / "evaluation.json"
     earlier = " (earlier ones are replaced)" if file.exists() else ""
     with replacing(file) as partial:

@@ -182,9 +182,9 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
-    about = {"data": {"class_names": ["n01", "n02"], "descriptions": ["tench", "goldfish"]}}
+    metadata = {"data": {"class_names": ["n01", "n02"], "descriptions": ["tench", "goldfish"]}}
     config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
-    run = SavedRun(Path(), Path(), "", config, about)
+    run = SavedRun(Path(), Path(), "", config, metadata)
     assert evaluate.match_labels(run, DataSummary(2, 2, 2, "", names), None)[0] == [0, 1]
 
 
@@ -223,8 +223,8 @@ a b c d e f g        | a b             | --class-order timm | wrong | the model 
 def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case):
     known, folders, flags, is_right, said = map(str.strip, case.split("|"))
     model = shutil.copytree(exported, tmp_path / "model")
-    about = json.loads((model / "config.json").read_text()) | {"label_names": known.split()}
-    (model / "config.json").write_text(json.dumps(about))
+    hf_config = json.loads((model / "config.json").read_text()) | {"label_names": known.split()}
+    (model / "config.json").write_text(json.dumps(hf_config))
     (tmp_path / "FILE").write_text("\ufeffg\nf\ne\nd\nc\nb\na\n")
     images = tmp_path / "images"
     images.mkdir()
@@ -254,8 +254,8 @@ def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case)
 def test_a_class_named_as_a_formula_is_text_to_a_spreadsheet(exported, data, tmp_path):
     model = shutil.copytree(exported, tmp_path / "model")
     names = ["e=1", "+b", "-c", "@d", "=1+1", "f", "g"]
-    about = json.loads((model / "config.json").read_text()) | {"label_names": names}
-    (model / "config.json").write_text(json.dumps(about))
+    hf_config = json.loads((model / "config.json").read_text()) | {"label_names": names}
+    (model / "config.json").write_text(json.dumps(hf_config))
     (tmp_path / "images").mkdir()
     for name, folder in zip(names, NAMES, strict=True):
         (tmp_path / "images" / name).symlink_to(data / "test" / folder)

@@ -79,15 +79,15 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     with timm.layers.set_exportable(True):
         model = run.load_model()
     size = run.config["MODEL"]["image_size"]
-    about = describe_for_timm(run, model)
-    if target == "timm" and about["architecture"] == "none":
+    hf_config = describe_for_timm(run, model)
+    if target == "timm" and hf_config["architecture"] == "none":
         missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM.items())
         raise UserError(f"--to timm: timm has no {missing} of MODEL; export to safetensors or onnx")
     description = own_file(output / "config.json")
     try:
         with writing(output):
             # Written first: the writers of timm's and safetensors' files read it.
-            description.write_text(json.dumps(about, indent=2) + "\n")
+            description.write_text(json.dumps(hf_config, indent=2) + "\n")
             exported = FORMATS[target](_divide_head(model, run.temperature), size, output)
         difference = _compare(lambda images: model(images) / run.temperature, exported, size)
         if not difference < TOLERANCE:  # `not <` holds for NaN too
@@ -111,7 +111,7 @@ def describe_for_timm(run: SavedRun, model: Any) -> dict[str, Any]:
     size = run.config["MODEL"]["image_size"]
     classes = run.config["MODEL"]["num_classes"]
     data = run.config["DATA"]
-    short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
+    short_side = find_task(run.metadata["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
     known = getattr(model, "pretrained_cfg", {})  # only timm's models have one
     heads = list(model.head_names)
@@ -201,9 +201,9 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     assert program is not None
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # they hold stack traces, with this machine's folders
-    about = json.loads((output / "config.json").read_text())
-    program.model.metadata_props["class_names"] = json.dumps(about["label_names"])
-    program.model.metadata_props["preprocessing"] = json.dumps(about["pretrained_cfg"])
+    hf_config = json.loads((output / "config.json").read_text())
+    program.model.metadata_props["class_names"] = json.dumps(hf_config["label_names"])
+    program.model.metadata_props["preprocessing"] = json.dumps(hf_config["pretrained_cfg"])
     program.save(path)
     # The CPU, whatever is installed: only it computes as the checkpoint's model did.
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

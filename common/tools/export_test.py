@@ -30,8 +30,8 @@ from common.tools import evaluate, export
 
 def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     """Return what a user's program computes from an export, with timm's preprocessing."""
-    about = json.loads((folder / "config.json").read_text())
-    transform = create_transform(**resolve_data_config(pretrained_cfg=about["pretrained_cfg"]))
+    hf_config = json.loads((folder / "config.json").read_text())
+    transform = create_transform(**resolve_data_config(pretrained_cfg=hf_config["pretrained_cfg"]))
     images = transform(image)[None]
     if target == "onnx":
         model = (folder / "model.onnx").read_bytes()
@@ -42,8 +42,8 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
         model = timm.create_model(name, pretrained=True)
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            about = json.loads(file.metadata()["config"])
-        model = VisionTransformer(num_classes=about["num_classes"], **about["model_args"])
+            hf_config = json.loads(file.metadata()["config"])
+        model = VisionTransformer(num_classes=hf_config["num_classes"], **hf_config["model_args"])
         model.load_state_dict(load_file(folder / "model.safetensors"))
     with torch.no_grad():
         return model.eval()(images).numpy()
@@ -56,9 +56,9 @@ def test_an_export_gives_timms_logits(run, target, tmp_path, capsys):
     picture = noise_image(6, 8, seed=3).resize((40, 30))
     expected = timm_logits(run, [picture])
     np.testing.assert_allclose(logits_of(folder, target, picture), expected, rtol=1e-4, atol=1e-5)
-    about = json.loads((folder / "config.json").read_text())
-    assert about["label_names"] == list(NAMES)
-    assert about["checkpoint"] == "step-00000010/model.safetensors"
+    hf_config = json.loads((folder / "config.json").read_text())
+    assert hf_config["label_names"] == list(NAMES)
+    assert hf_config["checkpoint"] == "step-00000010/model.safetensors"
     (tmp_path / "new").touch()  # the umask says who may read it
     mode = (tmp_path / "new").stat().st_mode
     assert {file.stat().st_mode for file in folder.iterdir()} == {mode}
@@ -69,7 +69,7 @@ def test_an_export_gives_timms_logits(run, target, tmp_path, capsys):
         assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
         assert str(ROOT).encode() not in path.read_bytes()
         metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
-        expected = {"class_names": list(NAMES), "preprocessing": about["pretrained_cfg"]}
+        expected = {"class_names": list(NAMES), "preprocessing": hf_config["pretrained_cfg"]}
         assert metadata == expected
         assert f"(opset {model.opset_import[0].version})\n" in capsys.readouterr().out
 
@@ -165,9 +165,9 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
         assert export.export(run, target, tmp_path / target) < 1e-5
     with pytest.raises(UserError, match="^--to timm: timm has no stem='conv'"):
         export.export(run, "timm", tmp_path / "timm")
-    about = json.loads((tmp_path / "onnx" / "config.json").read_text())
-    assert about["num_features"] == 32
-    assert about["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.5]
+    hf_config = json.loads((tmp_path / "onnx" / "config.json").read_text())
+    assert hf_config["num_features"] == 32
+    assert hf_config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.5]
 
 
 def test_refusals(run, tmp_path, monkeypatch):

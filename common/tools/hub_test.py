@@ -40,7 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, (arguments, cfg) in MODELS.items():
         architecture = name.partition(".")[0]
         model = timm.create_model(architecture, **arguments)
-        about = {
+        hf_config = {
             "architecture": architecture,
             "num_classes": 1000,
             "model_args": arguments,
@@ -48,7 +48,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         }
         folder = tmp_path / "hub" / "timm" / name
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(about))
+        (folder / "config.json").write_text(json.dumps(hf_config))
         save_file(model.state_dict(), folder / "model.safetensors")
 
     def download(repo_id: str, filename: str, **_: object) -> str:
@@ -85,8 +85,8 @@ def test_two_processes_start_from_it(hub, data, tmp_path, capfd):
     run_ranks(2, train, data, tmp_path / "run", *settings)
     said = " ".join(capfd.readouterr().out.split())
     assert said.count("a new head of 7 classes, not its 1000") == 1
-    about = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert about["config"]["INIT"].startswith("hf-hub:timm/")
+    metadata = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert metadata["config"]["INIT"].startswith("hf-hub:timm/")
 
 
 @pytest.mark.parametrize(

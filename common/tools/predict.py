@@ -149,7 +149,7 @@ class Classifier:
     def __init__(self, run: SavedRun):
         data = run.config["DATA"]
         self.size = run.config["MODEL"]["image_size"]
-        self.crop = find_task(run.about["task"]).build_eval_crop(data, self.size)
+        self.crop = find_task(run.metadata["task"]).build_eval_crop(data, self.size)
         model: Any = run.load_model()
         # Works for a ViT and for every model of timm's, whatever it does before its head.
         model.get_submodule(model.head_names[0]).register_forward_pre_hook(self._keep)

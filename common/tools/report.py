@@ -27,7 +27,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_about
+from common.checkpoint.content import METRICS, ConfigFile, list_changes, read_metadata
 from common.checkpoint.save import find_best
 from common.config.fields import flatten
 from common.errors import UserError, command_parser
@@ -51,10 +51,10 @@ AXES = {"step": "optimizer step", "epoch": "epoch", "images": "training images",
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a finished or running run has written; ``about`` is config.json."""
+    """What a finished or running run has written; ``metadata`` is config.json."""
 
     name: str
-    about: Values
+    metadata: Values
     metrics: Sequence[Metrics]
     marked: Metrics | None = None  # the evaluation of checkpoints/best, where there is one
 
@@ -62,7 +62,7 @@ class RecordedRun:
     def steps(self) -> str:
         """The optimizer steps up to the last record, and of how many if the run has not ended."""
         done = max((line["step"] for line in self.metrics), default=0)
-        planned = self.about.get("plan", {}).get("last_step", done)
+        planned = self.metadata.get("plan", {}).get("last_step", done)
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
     @property
@@ -73,7 +73,9 @@ class RecordedRun:
     @property
     def elapsed(self) -> list[float]:
         """The wall time up to each record, in seconds, without the pauses before a start."""
-        starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
+        starts = [
+            start["started"] for start in self.metadata.get("starts", ()) if "started" in start
+        ]
         total = 0.0
         before = math.inf  # no start, no time
         elapsed = []
@@ -92,20 +94,20 @@ class RecordedRun:
         if axis == "time":
             return [seconds / 3600 for seconds in self.elapsed]
         if axis == "images":
-            batch = self.about.get("plan", {}).get("total_batch")
+            batch = self.metadata.get("plan", {}).get("total_batch")
             return [batch and batch * line["step"] for line in self.metrics]
         return [line.get(axis) for line in self.metrics]
 
     @property
     def final(self) -> Metrics | None:
         """The evaluation after the last planned step, if the run has come so far."""
-        last_step = self.about.get("plan", {}).get("last_step", math.inf)
+        last_step = self.metadata.get("plan", {}).get("last_step", math.inf)
         return next((line for line in self.of_kind("eval") if line["step"] >= last_step), None)
 
     @property
     def metric(self) -> str:
         """The metric of the best evaluation, the config's BEST."""
-        return self.about["config"].get("BEST", "top1")
+        return self.metadata["config"].get("BEST", "top1")
 
     @property
     def best(self) -> Metrics:
@@ -197,15 +199,15 @@ def load_readable(folders: Iterable[Path], names: Iterable[str]) -> list[Recorde
 
 def load_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
-    about = read_about(folder, ConfigFile)
+    metadata = read_metadata(folder, ConfigFile)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
     marked = find_best(folder, [line for line in metrics if line["kind"] == "eval"])
-    return RecordedRun(name, about, metrics, marked)
+    return RecordedRun(name, metadata, metrics, marked)
 
 
 def result_row(run: RecordedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
-    about = run.about
+    metadata = run.metadata
     train = run.of_kind("train")
     evaluations = run.of_kind("eval")
     if not train or not evaluations:
@@ -217,13 +219,13 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
     last = evaluations[-1]
     # Only with LOG.noise_scale.
     noise_scale = train[-1].get("noise_scale")
-    origin = result_columns(about)
+    columns = result_columns(metadata)
     return {
-        "date": origin.pop("date"),
-        "config": about["name"],
-        "hardware": origin.pop("hardware"),
-        "processes": about["plan"]["gpus"],
-        "global_batch": about["plan"]["total_batch"],
+        "date": columns.pop("date"),
+        "config": metadata["name"],
+        "hardware": columns.pop("hardware"),
+        "processes": metadata["plan"]["gpus"],
+        "global_batch": metadata["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",
         "steps": last["step"],
         "first_loss": f"{train[0]['loss']:.4f}",
@@ -233,20 +235,20 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
         "minutes": f"{run.seconds / 60:.1f}",
-    } | origin
+    } | columns
 
 
-def result_columns(about: Values) -> dict[str, str | None]:
+def result_columns(metadata: Values) -> dict[str, str | None]:
     """Return the columns of a table of results that say where `describe_run`'s result is from."""
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
-        "hardware": name_hardware(about["hardware"]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(metadata["started"])),
+        "hardware": name_hardware(metadata["hardware"]),
         "versions": " ".join(
-            f"{name}={number}" for name, number in about["versions"].items() if number
+            f"{name}={number}" for name, number in metadata["versions"].items() if number
         ),
-        "commit": about["commit"],
+        "commit": metadata["commit"],
         # absolute paths are reduced to their last part
-        "command": shlex.join(re.sub(r"(^|=)/.*/(?=.)", r"\1", word) for word in about["argv"]),
+        "command": shlex.join(re.sub(r"(^|=)/.*/(?=.)", r"\1", word) for word in metadata["argv"]),
     }
 
 
@@ -260,12 +262,12 @@ def name_hardware(hardware: Values) -> str:
 
 def render(runs: Sequence[RecordedRun], axis: str | None = None) -> str:
     """Return the page; ``axis``, of `AXES`, is chosen if it is None."""
-    configs = _align([run.about["config"] for run in runs])
+    configs = _align([run.metadata["config"] for run in runs])
     if len(runs) > 1:  # what they share would hide what differs
         configs = {key: cells for key, cells in configs.items() if len(set(cells)) > 1}
     environment = {
         key: cells
-        for key, cells in _align([run.about for run in runs]).items()
+        for key, cells in _align([run.metadata for run in runs]).items()
         if key.partition(".")[0] not in NO_ENVIRONMENT
     }
     source = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -279,7 +281,9 @@ def render(runs: Sequence[RecordedRun], axis: str | None = None) -> str:
             summary={title: [*map(cell, runs)] for title, cell in SUMMARY.items()},
             keys=configs,
             environment=environment,
-            commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
+            commands={
+                run.name: shlex.join(["python", *run.metadata.get("argv", ())]) for run in runs
+            },
             charts=collect_charts(runs, axis or choose_axis(runs)),
             colors=color_runs(len(runs)),
         )
@@ -309,10 +313,10 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     "Wall time": lambda run: str(timedelta(seconds=round(run.seconds))),
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: (
-        name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT
+        name_hardware(run.metadata["hardware"]) if "hardware" in run.metadata else ABSENT
     ),
-    "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
-    "Changed since the first start": lambda run: "; ".join(list_changes(run.about)) or ABSENT,
+    "Processes": lambda run: str(run.metadata.get("plan", {}).get("gpus", 1)),
+    "Changed since the first start": lambda run: "; ".join(list_changes(run.metadata)) or ABSENT,
 }
 
 
@@ -336,13 +340,13 @@ def _show(value: Any) -> str:
 
 def choose_axis(runs: Sequence[RecordedRun]) -> str:
     """Return "epoch" for runs of different batches, which steps do not compare; else "step"."""
-    batches = {run.about.get("plan", {}).get("total_batch") for run in runs}
+    batches = {run.metadata.get("plan", {}).get("total_batch") for run in runs}
     return "step" if len(batches) == 1 else "epoch"
 
 
 def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str]]:
     """Return the title and the picture over ``axis`` of every metric that the runs have."""
-    losses = " or ".join(dict.fromkeys(name_loss(run.about["config"]) for run in runs))
+    losses = " or ".join(dict.fromkeys(name_loss(run.metadata["config"]) for run in runs))
     names = dict.fromkeys(CHARTS)
     for run in runs:
         for record in run.metrics:
@@ -363,7 +367,7 @@ def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str
         if name == "noise_scale":
             axes.set_yscale("log")
             for color, run in zip(color_runs(len(runs)), runs, strict=True):
-                batch = run.about.get("plan", {}).get("total_batch")
+                batch = run.metadata.get("plan", {}).get("total_batch")
                 if batch:
                     axes.axhline(batch, color=color, linestyle="--", linewidth=0.8)
         title = chart.title

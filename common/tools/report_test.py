@@ -32,16 +32,16 @@ def evaluation(step: int, top1: float, loss: float | None = 1.0) -> dict:
     }
 
 
-def write_run(folder, records=(), config=None, **about):
+def write_run(folder, records=(), config=None, **metadata):
     folder.mkdir(parents=True, exist_ok=True)
     starts = [{"step": 0, "started": 940.0}]
-    about = {
+    metadata = {
         "config": config or {"A": 1},
         "plan": {"last_step": 4, "gpus": 8},
         "starts": starts,
-        **about,
+        **metadata,
     }
-    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps(metadata))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -93,13 +93,13 @@ def test_summary(tmp_path, monkeypatch, drawn):
     records.append(train(5, loss=2.3456789, samples_per_s=None) | others)
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
     starts = [{"started": when} for when in (940.0, 8000.0, 9000.0)]  # the second did nothing
-    about = {
+    metadata = {
         "plan": {"last_step": 5, "gpus": 8, "total_batch": 256},
         "hardware": CPU,
         "starts": starts,
         "argv": ["train.py", "a b"],
     }
-    run = write_run(tmp_path / "run", records, config, **about)
+    run = write_run(tmp_path / "run", records, config, **metadata)
     monkeypatch.chdir(run)
     report.main(["."])
     page = (run / "report.html").read_text()
@@ -218,8 +218,8 @@ def test_positions_of_records(tmp_path):
         train(10, loss=1.0) | {"time": 3600},
         train(20, loss=1.0) | {"time": 21800.0},
     ]
-    about = {"plan": {"last_step": 20, "total_batch": 32}, "starts": starts}
-    run = report.load_run(write_run(tmp_path / "run", records, **about), "run")
+    metadata = {"plan": {"last_step": 20, "total_batch": 32}, "starts": starts}
+    run = report.load_run(write_run(tmp_path / "run", records, **metadata), "run")
     assert run.positions("step") == [5, 10, 20]
     assert run.positions("epoch") == [0.5, 1.0, 2.0]
     assert run.positions("images") == [160, 320, 640]
@@ -272,7 +272,7 @@ def test_names_are_text(tmp_path):
 
 def test_csv_is_a_row_of_the_results(tmp_path, capsys):
     argv = ["/code/train.py", "--output=/tmp/run", "--init", "/data/weights/"]
-    about = {
+    metadata = {
         "name": "=1+1",
         "started": 86400,
         "plan": {"last_step": 10, "gpus": 2, "total_batch": 14},
@@ -288,7 +288,7 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
         train(10, loss=1.5) | {"noise_scale": 1934.4},
         evaluation(10, 0.75),
     ]
-    report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
+    report.main([str(write_run(tmp_path / "run", records, **metadata)), "--csv"])
     # a name that a spreadsheet would compute is text
     row = """1970-01-02,'=1+1,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,1934,0.7500,"""
     assert (

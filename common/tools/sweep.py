@@ -100,9 +100,9 @@ def main(argv: list[str]) -> None:
     groups = group_by_data(runs)
     for number, group in enumerate(groups.values(), 1):
         if len(groups) > 1:
-            data = group[0].about["data"]
+            data = group[0].metadata["data"]
             images = f"{data['train_samples']:,} training and {data['eval_samples']:,} evaluation"
-            root = group[0].about["config"]["DATA"]["root"]
+            root = group[0].metadata["config"]["DATA"]["root"]
             print_wrapped(f"data set {number} of {len(groups)}: DATA.root={root}, {images} images")
         picture = "sweep.png" if number == 1 else f"sweep-{number}.png"
         report(group, failed, args.output / picture, args.best)

@@ -73,12 +73,12 @@ def combine(grid: Mapping[str, list[str]], draws: int | None) -> list[dict[str, 
 def _draw(key: str, values: Sequence[str], generator: random.Random) -> str:
     """Return one of the values, or a number within it if it is a range."""
     value = values[int(len(values) * generator.random())]
-    found = RANGE.fullmatch(value)
-    if not found:
+    match = RANGE.fullmatch(value)
+    if not match:
         return value
     try:
-        scale, inverse = {"log": (math.log, math.exp), "uniform": (float, float)}[found[1]]
-        low, high = (scale(float(end)) for end in found[2].split(","))
+        scale, inverse = {"log": (math.log, math.exp), "uniform": (float, float)}[match[1]]
+        low, high = (scale(float(end)) for end in match[2].split(","))
     except (KeyError, ValueError) as error:
         raise UserError(f"--grid {key}={value}: {RANGE_HELP}") from error
     return f"{inverse(low + (high - low) * generator.random()):.4g}"

@@ -35,17 +35,17 @@ def run_all(planned: Mapping[Path, Planned], jobs: int) -> Generator[tuple[Path,
         while (running or waiting) and not stop_signals.received:
             for ended in [entry for entry in running if entry[-1].poll() is not None]:
                 running.remove(ended)
-                folder, place, log, child = ended
-                free.append(place)
+                folder, slot, log, child = ended
+                free.append(slot)
                 if log and child.returncode:
                     print(f"{log}:", *log.read_text().splitlines()[-3:], sep="\n", file=sys.stderr)
                 yield folder, child.returncode
             while free and waiting:
                 folder, run = waiting.pop(0)
-                place = free.pop(0)
+                slot = free.pop(0)
                 print(f"[{len(planned) - len(waiting)}/{len(planned)}] {folder.name}", flush=True)
                 log = folder.with_name(f"{folder.name}.log") if jobs > 1 else None
-                running.append((folder, place, log, _start(run, *place, log)))
+                running.append((folder, slot, log, _start(run, *slot, log)))
             time.sleep(0.1)
     finally:
         for *_, child in running:

@@ -32,7 +32,7 @@ def load_runs(output: Path) -> list[RecordedRun]:
     """Return the runs in a sweep's folder, in the order of their starts."""
     folders = find_runs(output)
     runs = load_readable(folders, [folder.name for folder in folders])
-    return sorted(runs, key=lambda run: run.about["starts"][0]["started"])
+    return sorted(runs, key=lambda run: run.metadata["starts"][0]["started"])
 
 
 def values_of(run: RecordedRun) -> dict[str, int | float | str]:
@@ -44,7 +44,7 @@ def values_of(run: RecordedRun) -> dict[str, int | float | str]:
 
 def settings_of(run: RecordedRun) -> dict[str, str]:
     """Return what --set overrides in the run's command."""
-    words = pairwise(run.about.get("argv", ()))
+    words = pairwise(run.metadata.get("argv", ()))
     return dict(text.split("=", 1) for flag, text in words if flag == "--set")
 
 
@@ -68,7 +68,7 @@ def group_by_data(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
         return {"": list(runs)}
     groups = defaultdict(list)
     for run in runs:
-        groups[run.about.get("data", {}).get("fingerprint", "")].append(run)
+        groups[run.metadata.get("data", {}).get("fingerprint", "")].append(run)
     return groups
 
 

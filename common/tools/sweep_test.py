@@ -38,11 +38,11 @@ place = dict(gpus=os.environ["CUDA_VISIBLE_DEVICES"], cpus=list(os.sched_getaffi
 place["processes"] = os.environ.get("WORLD_SIZE", "1")
 root = dict(words).get("DATA.root", "a")
 place["DATA"] = {"root": root}
-about = dict(config=place, plan={"last_step": 4}, starts=[{"started": time.time()}], argv=sys.argv)
-about["data"] = dict(fingerprint=root, train_samples=14, eval_samples=8)
+saved = dict(config=place, plan={"last_step": 4}, starts=[{"started": time.time()}], argv=sys.argv)
+saved["data"] = dict(fingerprint=root, train_samples=14, eval_samples=8)
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + chr(10) for record in records))
-(folder / "config.json").write_text(json.dumps(about))
+(folder / "config.json").write_text(json.dumps(saved))
 sys.exit("out of luck" if rate == 7 else 0)
 """
 # Trains; all steps but the first wait for a file "go", or for a signal.
@@ -113,7 +113,7 @@ def test_every_combination_is_trained_once(words, tmp_path, capsys):
     sweep.main([words[2], "--best=LEARNING_RATE"])
     last_run = started(words)[4]
     assert last_run.name == "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"
-    assert last_run.about["config"]["processes"] == "2"
+    assert last_run.metadata["config"]["processes"] == "2"
     assert len(tables(capsys.readouterr().out)) == 2 * (2 * 2 + 2 * 5)
 
 
@@ -133,8 +133,8 @@ def test_draws_are_the_same_in_every_command():
 
 def finished_run(*top1: float, last_step: int = 4, loss: float = 1.5, best="top1", **values: float):
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    about = {"plan": {"last_step": last_step}, "config": {"BEST": best}}
-    return RecordedRun(name, about, [evaluation(4, share, loss=loss) for share in top1])
+    metadata = {"plan": {"last_step": last_step}, "config": {"BEST": best}}
+    return RecordedRun(name, metadata, [evaluation(4, share, loss=loss) for share in top1])
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
@@ -243,7 +243,7 @@ def test_runs_at_a_time_have_gpus_and_cores_of_their_own(words, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     parallel = ["--set=TENSOR_PARALLEL_SIZE=2", "--set=TENSOR_PARALLEL_MODE=1d", "--jobs=2"]
     sweep.main([*words[1:], *parallel, "--grid=CONFIG=tiny.py", "--grid=LEARNING_RATE=1,2"])
-    first, second = [run.about["config"] for run in started(words)]
+    first, second = [run.metadata["config"] for run in started(words)]
     assert {first["gpus"], second["gpus"]} == {"2,3", "6,7"}
     assert not {*first["cpus"]} & {*second["cpus"]}
     assert first["processes"] == "2"
@@ -348,5 +348,5 @@ def test_a_killed_run_is_marked_and_a_stopped_sweep_resumes(words, data, tmp_pat
     (tmp_path / "go").touch()
     ended = run_forked(sweep.main, argv)
     assert [row[3] for row in tables(ended.stdout)[-6:-4]] == ["1", "1"]  # n
-    resumed = [run.about["starts"][-1]["step"] > 0 for run in started(words)]
+    resumed = [run.metadata["starts"][-1]["step"] > 0 for run in started(words)]
     assert sorted(resumed) == [False, True]

@@ -62,8 +62,8 @@ def _chunk(length: int, rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """How a parameter is sharded; the attribute ``shard`` of this rank's local tensor.
+class Sharding:
+    """How a parameter is sharded; the attribute ``sharding`` of this rank's local tensor.
 
     Attributes:
         cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.
@@ -146,18 +146,20 @@ class Layout:
 
     samples: ParallelMode | None
     channels: ParallelMode | None
-    first: tuple[Shard, Shard]
-    second: tuple[Shard, Shard]
+    first: tuple[Sharding, Sharding]
+    second: tuple[Sharding, Sharding]
 
 
-def _matrix(*cuts: tuple[int, ParallelMode], replicated_over: ParallelMode | None = None) -> Shard:
+def _matrix(
+    *cuts: tuple[int, ParallelMode], replicated_over: ParallelMode | None = None
+) -> Sharding:
     """Return how a weight [out, in] is sharded."""
-    return Shard(cuts, replicated_over, summed_over=replicated_over, transposed=True)
+    return Sharding(cuts, replicated_over, summed_over=replicated_over, transposed=True)
 
 
-def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
+def _vector(channels: ParallelMode, samples: ParallelMode) -> Sharding:
     """Return how a bias or a norm's weight is sharded: like the activations that it is added to."""
-    return Shard(((0, channels),), replicated_over=samples, summed_over=samples)
+    return Sharding(((0, channels),), replicated_over=samples, summed_over=samples)
 
 
 # (weight [out, in], bias [out]). SUMMA wants the weight's inputs over COL, although the channels of
@@ -173,9 +175,9 @@ LAYOUTS = {
         samples=None,
         channels=None,
         # The outputs, heads or hidden channels, are split.
-        first=(_matrix((0, TENSOR)), Shard(((0, TENSOR),))),
+        first=(_matrix((0, TENSOR)), Sharding(((0, TENSOR),))),
         # The inputs are split. Each rank adds the full bias to the sum over ranks.
-        second=(_matrix((1, TENSOR)), Shard(replicated_over=TENSOR)),
+        second=(_matrix((1, TENSOR)), Sharding(replicated_over=TENSOR)),
     ),
     "2d": Layout(COL_2D, ROW_2D, first=_SQUARE, second=_SQUARE),
     "2.5d": Layout(XZ_2P5D, ROW_2P5D, first=_SQUARES, second=_SQUARES),
@@ -203,19 +205,19 @@ SHAPES = {
 }
 
 
-def name_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
-    """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
+def name_shardings(model: nn.Module, mode: str) -> Iterator[tuple[str, Sharding]]:
+    """Yield (name, sharding) for every parameter of the Vision Transformer ``model``."""
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        shard = _shard_of(name, parameter, LAYOUTS[mode])
+        sharding = _sharding_of(name, parameter, LAYOUTS[mode])
         # A rank needs the same heads of queries, keys and values; a bias is cut as its weight.
         layer = name.rpartition(".")[0]
         fused = count_matrices(f"{layer}.weight", shapes) or 1
-        yield name, replace(shard, shape=parameter.shape, fused=fused)
+        yield name, replace(sharding, shape=parameter.shape, fused=fused)
 
 
-def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
+def _sharding_of(name: str, parameter: Tensor, layout: Layout) -> Sharding:
     """Return how ``parameter`` is sharded, but for its shape, by its ``name`` in the model."""
     layer, _, role = name.rpartition(".")
     if layer.endswith(FIRST_LAYERS):
@@ -224,13 +226,13 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
         return layout.second[role == "bias"]
     # What follows is outside of the pairs.
     if name == "head.bias" or layout.channels is None:
-        return Shard(replicated_over=TENSOR, summed_over=layout.samples)
+        return Sharding(replicated_over=TENSOR, summed_over=layout.samples)
     if name == "head.weight":
         # Split like the activations' channels. Every rank has all classes.
         return _matrix((1, layout.channels), replicated_over=layout.samples)
     # Norms and biases are [D]; class token and positions are [1, N, D].
     dim = 2 if parameter.ndim == 3 else 0
-    return Shard(
+    return Sharding(
         ((dim, layout.channels),), replicated_over=layout.samples, summed_over=layout.samples
     )
 
@@ -303,7 +305,7 @@ def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> 
     mode = tensor["mode"]
     if mode is None:
         return
-    # `_shard_of` knows the layers of a plain ViT only.
+    # `_sharding_of` knows the layers of a plain ViT only.
     if model.get("timm"):
         raise UserError(
             f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from common.engine.tensor_parallel.layout import Shard
+from common.engine.tensor_parallel.layout import Sharding
 from common.engine.tensor_parallel.sharding import gather_full, named_shards
 from common.engine.upstream import ParallelMode, gpc
 from common.optim.build import build_optimizer
@@ -164,9 +164,9 @@ def late_training(config: dict[str, Any]) -> tuple[dict, Collectives]:
 
 def _coordinates(parameter: Tensor) -> tuple[int, ...]:
     """Return the position of a shard in its parameter, which ranks with copies of it share."""
-    shard = getattr(parameter, "shard", Shard())
-    groups = [group for _, group in shard.cuts]
-    if shard.part is not None:
+    sharding = getattr(parameter, "sharding", Sharding())
+    groups = [group for _, group in sharding.cuts]
+    if sharding.part is not None:
         groups.append(ParallelMode.DATA)
     return tuple(gpc.get_local_rank(group) for group in groups)
 

@@ -1,6 +1,6 @@
 """Shard a model by tensor parallelism; gather full tensors, from ZeRO's shards too; sum gradients.
 
-A sharded parameter has an attribute ``shard`` (`layout.Shard`); others are the same on all ranks.
+A sharded parameter has an attribute ``sharding``; others are the same on all ranks.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from common.engine.tensor_parallel.layers import (
     RowLinear,
     ShardedNorm,
 )
-from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, name_shards
+from common.engine.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Sharding, name_shardings
 from common.engine.upstream import (
     ParallelLayer,
     ParallelMode,
@@ -62,11 +62,11 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
         )
     layout = LAYOUTS[mode]
     # Lists: the loops change what they walk through.
-    for name, shard in list(name_shards(model, mode)):
+    for name, sharding in list(name_shardings(model, mode)):
         full = model.get_parameter(name)
-        local = nn.Parameter(shard.cut(full.detach()), requires_grad=full.requires_grad)
+        local = nn.Parameter(sharding.cut(full.detach()), requires_grad=full.requires_grad)
         # `gather_full`, `sum_partial_gradients` and the norm read it.
-        local.shard = shard
+        local.sharding = sharding
         layer, _, role = name.rpartition(".")
         setattr(model.get_submodule(layer), role, local)
     for name, layer in list(model.named_modules()):
@@ -143,7 +143,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
-    return getattr(parameter, "shard", parameter).shape
+    return getattr(parameter, "sharding", parameter).shape
 
 
 @torch.no_grad()
@@ -154,31 +154,31 @@ def gather_full(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor 
     A tensor that is not sharded is returned as it is, on all ranks.
     """
     value = parameter.detach() if value is None else value
-    if not hasattr(parameter, "shard"):
+    if not hasattr(parameter, "sharding"):
         return value
     group = sharing_group([parameter])
-    shards = [parameter.shard] if gpc.get_local_rank(group) == 0 else []
+    shardings = [parameter.sharding] if gpc.get_local_rank(group) == 0 else []
     others: list[list[Tensor]] = [[] for _ in gpc.get_ranks_in_group(group)[1:]]
-    full_tensors = _gather(group, [[value], *others], shards)
+    full_tensors = _gather(group, [[value], *others], shardings)
     return full_tensors[0] if full_tensors else None
 
 
 def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
     """Return the group over which a model is sharded, given any of its sharded parameters."""
     # ZeRO shards over the data-parallel ranks too
-    is_zero = parameters and parameters[0].shard.part is not None
+    is_zero = parameters and parameters[0].sharding.part is not None
     return ParallelMode.GLOBAL if is_zero else TENSOR
 
 
 def local_shard(parameter: nn.Parameter, full: Tensor) -> Tensor:
     """Return this rank's shard of ``full`` [`full_shape`]; the inverse of `gather_full`."""
-    shard = getattr(parameter, "shard", None)
-    return full if shard is None else shard.cut(full)
+    sharding = getattr(parameter, "sharding", None)
+    return full if sharding is None else sharding.cut(full)
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Return whether any of ``parameters``, those of a model, is sharded."""
-    return any(hasattr(parameter, "shard") for parameter in parameters)
+    return any(hasattr(parameter, "sharding") for parameter in parameters)
 
 
 @torch.no_grad()
@@ -195,33 +195,33 @@ def map_full(
     """
     group = sharing_group(parameters)
     ranks = gpc.get_ranks_in_group(group)
-    shards = [parameter.shard for parameter in parameters]
+    shardings = [parameter.sharding for parameter in parameters]
     by_owner = [slice(owner, None, len(ranks)) for owner in range(len(ranks))]
     local = by_owner[gpc.get_local_rank(group)]
-    full_tensors = _gather(group, [values[owner] for owner in by_owner], shards[local])
+    full_tensors = _gather(group, [values[owner] for owner in by_owner], shardings[local])
     # There may be fewer tensors than ranks.
     results = function(full_tensors) if full_tensors else []
-    sent = [list(map(Shard.cut, shards[local], results, repeat(rank))) for rank in ranks]
+    sent = [list(map(Sharding.cut, shardings[local], results, repeat(rank))) for rank in ranks]
     shapes = [value.shape for value in values]
     received = _exchange(group, sent, [shapes[owner] for owner in by_owner], values[0])
     return [received[number % len(ranks)][number // len(ranks)] for number in range(len(values))]
 
 
 def _gather(
-    group: ParallelMode, values_by_owner: Sequence[Sequence[Tensor]], shards: Sequence[Shard]
+    group: ParallelMode, values_by_owner: Sequence[Sequence[Tensor]], shardings: Sequence[Sharding]
 ) -> list[Tensor]:
-    """Return the full tensors of this rank, one for each of ``shards``; one collective.
+    """Return the full tensors of this rank, one for each of ``shardings``; one collective.
 
     ``values_by_owner`` are this rank's shards of the full tensors of each rank of ``group``.
     """
     ranks = gpc.get_ranks_in_group(group)
     like, *_ = chain(*values_by_owner)
-    shapes = [list(map(Shard.local_shape, shards, repeat(rank))) for rank in ranks]
-    full_tensors = [like.new_empty(shard.shape) for shard in shards]
+    shapes = [list(map(Sharding.local_shape, shardings, repeat(rank))) for rank in ranks]
+    full_tensors = [like.new_empty(sharding.shape) for sharding in shardings]
     received = _exchange(group, values_by_owner, shapes, like)
     for rank, tensors in zip(ranks, received, strict=True):
-        for shard, local, full in zip(shards, tensors, full_tensors, strict=True):
-            shard.write(local, full, rank)
+        for sharding, local, full in zip(shardings, tensors, full_tensors, strict=True):
+            sharding.write(local, full, rank)
     return full_tensors
 
 
@@ -296,7 +296,7 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
     """Sum the gradients of replicas with different samples, in place; one all-reduce per group."""
     grads_by_group = defaultdict(list)
     for parameter in parameters:
-        group = getattr(parameter, "shard", Shard()).summed_over
+        group = getattr(parameter, "sharding", Sharding()).summed_over
         if group is not None and parameter.grad is not None:
             grads_by_group[group].append(parameter.grad)
     for group, grads in grads_by_group.items():
@@ -326,7 +326,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     # Where n ranks have a copy, each counts 1 / n: the sum over ranks has every element once.
     grads_by_copies = defaultdict(list)
     for parameter in trained:
-        grads_by_copies[parameter.shard.copies].append(parameter.grad)
+        grads_by_copies[parameter.sharding.copies].append(parameter.grad)
     square = sum(_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
     dist.all_reduce(square, group=gpc.get_group(sharing_group(trained)))
     return square.sqrt()
@@ -351,7 +351,7 @@ def build_reduce_norms() -> Callable[[Tensor, list[Tensor]], Tensor]:
         return torch.tensor([1 / number for number in copies], dtype=dtype, device=device)
 
     def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
-        copies = tuple(parameter.shard.copies for parameter in parameters)
+        copies = tuple(parameter.sharding.copies for parameter in parameters)
         squares_RP = squares_RP * shares(copies, squares_RP.dtype, squares_RP.device)
         dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
         return squares_RP

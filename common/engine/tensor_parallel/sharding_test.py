@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.tensor_parallel.layers import ShardedLinear, ShardedNorm
-from common.engine.tensor_parallel.layout import LAYOUTS, Shard
+from common.engine.tensor_parallel.layout import LAYOUTS, Sharding
 from common.engine.tensor_parallel.sharding import build_reduce_norms, global_grad_norm
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
@@ -143,7 +143,7 @@ def test_products_are_in_autocasts_dtype(dtype):
 def test_the_shares_of_norms_are_copied_to_the_device_once(monkeypatch):
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     for parameter in parameters:
-        parameter.shard = Shard()
+        parameter.sharding = Sharding()
     make = mock.Mock(wraps=torch.tensor)
     monkeypatch.setattr(torch, "tensor", make)
     with launched():

@@ -59,15 +59,15 @@ def train(data: Path, output: Path, *settings: str) -> Waits:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "optimizer", "graphs"),
+    ("dtype", "optimizer", "graphs", "epochs"),
     [
-        ("", "adamw", False),
-        ("bfloat16", "lamb", False),
-        ("float16", "sgd", False),
-        ("float16", "muon", True),
+        ("", "adamw", False, 3),
+        ("bfloat16", "lamb", False, 3),
+        ("float16", "sgd", False, 6),  # more than CHECK_EVERY steps
+        ("float16", "muon", True, 6),
     ],
 )
-def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, graphs, data, tmp_path):
+def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, graphs, epochs, data, tmp_path):
     precision = f"fp16=dict(mode=AMP_TYPE.TORCH, dtype={dtype!r})" if dtype else "fp16=None"
     settings = [
         precision,
@@ -75,7 +75,7 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, graphs, data, tm
         "MODEL.dropout=0.1",
         "EMA=0.9",
         "gradient_accumulation=2",
-        "NUM_EPOCHS=6",
+        f"NUM_EPOCHS={epochs}",
         f"GRAPHS={graphs}",
     ]
     (waits,) = run_ranks(1, train, data, tmp_path / "whole", *settings)

@@ -92,7 +92,7 @@ class CheckpointHook(BaseHook):
             # "10 min": the schema has checked the text.
             self.every_seconds = 60 * float(self.every.partition("min")[0])
         # Branches begin at the end of a stable phase, or before. 0: the schedule has none.
-        plan = Plan(**self.metadata["plan"])
+        plan = Plan.from_dict(self.metadata["plan"])
         self.stable_end = plan.decay_start if plan.decay_steps else 0
         self.best = Best()
         self.stale = 0  # evaluations since the best

@@ -79,6 +79,12 @@ class Plan:
         fields = asdict(self)
         return {"gpus": fields.pop("world_size"), **fields}
 
+    @classmethod
+    def from_dict(cls, fields: Values) -> "Plan":
+        """Return the plan of config.json's ``fields``."""
+        others = {name: value for name, value in fields.items() if name != "gpus"}
+        return cls(world_size=fields["gpus"], **others)
+
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
         ranks = counted(self.world_size, unit)

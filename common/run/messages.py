@@ -98,7 +98,7 @@ def announce(
 def describe_rate_change(start_from: Path, config: Values, plan: Plan) -> str:
     """Return what a changed schedule does to the rate at the checkpoint ``start_from``, else ""."""
     metadata = read_metadata(start_from)
-    before = _schedule_of(read_config(start_from, metadata), Plan(**metadata["plan"]))
+    before = _schedule_of(read_config(start_from, metadata), Plan.from_dict(metadata["plan"]))
     now = _schedule_of(config, plan)
     if before == now:
         return ""

@@ -91,7 +91,7 @@ def is_stable(path: Path, plan: Plan, *, is_branch: bool) -> bool:
     False for schedules without a stable phase. Raises `UserError` for a branch from a later
     checkpoint into another decay, where the rate would jump.
     """
-    then = Plan(**read_metadata(path)["plan"])
+    then = Plan.from_dict(read_metadata(path)["plan"])
     if not (then.decay_steps and plan.decay_steps):
         return False
     before, now = ((each.decay_start, each.decay_steps) for each in (then, plan))

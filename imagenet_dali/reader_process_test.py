@@ -146,7 +146,7 @@ def test_a_reader_ends_with_a_trainer_that_is_killed(apart, colours, tmp_path):
         train(tmp_path, "run", f"DATA.root={colours}", *LONG)
 
     with forked(main) as (process, _, _):
-        wait_until((tmp_path / "run/metrics.jsonl").is_file)
+        wait_until(readers)  # begins after the start of the run
         (reader,) = readers()
         os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: has_ended(reader.pid), 10)

@@ -129,7 +129,7 @@ config.py: fp16.initial_scale as fp16.init_scale=8; without effect here:
     fp16.hysteresis, fp16.num_losses, fp16.verbosity; seed as SEED=42; LOG_PATH
     as OUTPUT='./vit_1d_cifar10_bs512_lr0.002/'; dali.root as DATA.root='/data';
     BATCH_SIZE as TOTAL_BATCH_SIZE=1024, over all GPUs; left out, so as in the
-    recipe vit_lite_vanilla: GPUS, LABEL_SMOOTHING, MODEL, DATA, TF32
+    recipe vit_lite_vanilla: GPUS, LABEL_SMOOTHING, MODEL, DATA, GRAPHS, TF32
 """
 
 

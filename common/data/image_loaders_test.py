@@ -4,6 +4,7 @@ import os
 import random
 from multiprocessing import active_children
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -74,14 +75,16 @@ def test_the_config_decides_the_crops():
     data = Data(flip=False, repeats=2, window=3, mean=MEAN, std=STD, **values).model_dump()
     place = dict(image_size=SIZE, device=CPU, dp_size=2)
     place["build_reader"] = lambda images, crop, **options: (crop, options)
-    train = build_train_loader(range(20), data, 8, 4, seed=5, **place)
+    images = mock.MagicMock()
+    images.__len__.return_value = 20
+    train = build_train_loader(images, data, 8, 4, seed=5, **place)
     crop, options = train.reader
     assert crop == RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
     assert (options["mean"], options["std"], options["size"]) == (MEAN, STD, SIZE)
     assert (train.sampler.repeats, train.sampler.window) == (2, 3)
-    crop, _ = build_eval_loader(range(20), data, 6, **place).reader
+    crop, _ = build_eval_loader(images, data, 6, **place).reader
     assert crop == CenterCrop(SIZE, 26, "bicubic")
-    train = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
+    train = build_train_loader(images, data | {"crop": "simple"}, 8, 4, seed=5, **place)
     assert train.reader[0] == SimpleCrop(SIZE, False, "bicubic")
 
 

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
@@ -258,6 +258,8 @@ def _estimate_depth(
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)
+        # The fused updates take a rate on the device, but not a fake one.
+        engine.optimizer._rates_on_device = nullcontext
         engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         counts = _count_step(engine, memory, micro_batch, image_size, accumulation)

@@ -140,7 +140,8 @@ class SimulatedGpu(TorchDispatchMode):
     def new_group(self, start, ranks, timeout=None, backend=None):
         """Return a group of gloo, which is to be NCCL's unless gloo was asked for."""
         group = start(ranks, timeout, "gloo")
-        self.cpu_groups |= {group.group_name} if backend == "gloo" else set()
+        if backend == "gloo" and isinstance(group, dist.ProcessGroup):  # else one of other ranks
+            self.cpu_groups.add(group.group_name)
         return group
 
     def device_of(self, group=None):
@@ -307,6 +308,8 @@ def simulate_gpu() -> SimulatedGpu:
     Tensor.pin_memory = _pin
     dist.init_process_group = lambda backend, **options: init_group("gloo", **options)
     dist.new_group = partial(gpu.new_group, dist.new_group)
+    # Upstream gives each group a twin of gloo where the backend is another.
+    dist.get_backend = lambda group=None: "gloo" if gpu.device_of(group) == "cpu" else "nccl"
     distributed_c10d._get_object_coll_device = gpu.device_of
     _fsdp_init._move_states_to_device = _move
     _fsdp_param.FSDPParam.reset_sharded_param = lambda _: None  # pads a Tensor's subclass anew

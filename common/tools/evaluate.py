@@ -261,12 +261,13 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     with replacing(file) as partial:
         partial.write_text(json.dumps(record, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
-    picture = output / "reliability.png"
-    draw_reliability(tally.answers, tally.scaled_2TN, calibration, picture)
-    files = "evaluation.json, reliability.png, classes.csv"
+    files = "evaluation.json, classes.csv"
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
+    picture = output / "reliability.png"
+    draw_reliability(tally.answers, tally.scaled_2TN, calibration, picture)
+    files += ", reliability.png"
     print_wrapped(f"results    {short_path(output)}: {files}{earlier}", 11)
     line = "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}"
     print(line.format(**metrics), flush=True)

@@ -78,7 +78,7 @@ def test_other_settings_have_results_of_their_own(run, tmp_path, capsys):
     assert any(name.startswith("step-00000010-DATA.eval_crop=0.5-") for name in folders)
     evaluate_run(copy)
     said = " ".join(capsys.readouterr().out.split())
-    assert "classes.csv, confusion.png (earlier ones are replaced) top1=" in said
+    assert "reliability.png (earlier ones are replaced) top1=" in said
 
 
 def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import UserError
 from common.shards.dataset import open_split
+from imagenet_dali.testing import prepare_data
 
 FIRST = "train/train-00000-of-00003"
 
@@ -55,3 +56,11 @@ def test_the_fingerprint_is_of_every_shard(data):
     before = open_split(data, "validation").fingerprint
     edit_manifest(data, lambda of: of["splits"]["validation"]["shards"][-1].update(sha256="other"))
     assert open_split(data, "validation").fingerprint != before
+
+
+def test_an_image_is_named_by_its_file_and_its_record(tmp_path):
+    split = open_split(prepare_data(tmp_path), "train")
+    name, place = split.name_image(3).split(", ")
+    assert (tmp_path / "images" / name).is_file()
+    assert split.read(3)[0] == (tmp_path / "images" / name).read_bytes()
+    assert place.startswith(f"{split.shards[0]}: record 3 of train at byte ")

@@ -63,7 +63,7 @@ class ImageSplit(ABC):
         """Return the error that names an image which cannot be used, the reason and the remedy."""
 
     def name_image(self, index: int) -> str:
-        """Return where an image lies, for messages."""
+        """Return where an image lies, for people; may read it."""
         return f"image {index}"
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class StepOptimizer(OptimizerWrapper):
         self.skips_on_device: bool = getattr(optim, "_step_supports_amp_scaling", False)
         self.counter = SkipCounter(self.parameters[0].device)
         self.rates = torch.empty(0, device=self.parameters[0].device)
+        self.has_device_rates = True  # whether the optimizer reads `rates`, or its groups' numbers
         self.statistics: list[Tensor] = []  # the batch norms' running statistics, flat
 
     @property
@@ -216,7 +217,7 @@ class StepOptimizer(OptimizerWrapper):
         if self.skips_on_device:
             # GradScaler.step would use this rank's overflows only.
             self.optim.found_inf = found_inf
-            with self._rates_on_device():
+            with self._rates_on_device() if self.has_device_rates else nullcontext():
                 self.optim.step()
             del self.optim.found_inf
         # The optimizer cannot skip on the device: the host has to wait for the answer.

@@ -232,6 +232,10 @@ def _print_modes(planner: Planner, images: int) -> None:
         print_wrapped(f"- {line}", 2)
     rows = [_row(prediction, cluster) for prediction in predictions]
     print(f"\n{format_table(rows)}\n")
+    calls = {each.mode: sum(each.estimate.calls.values()) for each in predictions}
+    counts = "; ".join(f"{mode}: {number:,}" for mode, number in calls.items())
+    print_wrapped(f"collectives in a step: {counts}")
+    print()
     # Not wrapped: a user copies these lines.
     for prediction in predictions:
         print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")
@@ -320,7 +324,7 @@ def _assumptions(planner: Planner) -> list[str]:
         f"Memory and bytes are counted, except NCCL's buffers: {NCCL_BUFFERS / 1e9:g} GB for each "
         f"group of GPUs (assumed). {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU "
-        "in a step, within + between nodes; calls: collectives per micro-batch.",
+        "in a step, within + between nodes.",
     ]
 
 
@@ -333,7 +337,6 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
         "batch": _describe_batch(prediction),
         "GB": f"{prediction.memory / 1e9:.2f}",
         "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
-        "calls": f"{sum(estimate.calls.values()) / prediction.accumulation:,.0f}",
         "step ms": "does not fit",
         "images/s": "",
     }

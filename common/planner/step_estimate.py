@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Self
@@ -259,7 +259,7 @@ def _estimate_depth(
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)
         # The fused updates take a rate on the device, but not a fake one.
-        engine.optimizer._rates_on_device = nullcontext
+        engine.optimizer.has_device_rates = False
         engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         counts = _count_step(engine, memory, micro_batch, image_size, accumulation)

@@ -33,7 +33,7 @@ from common.metrics.hook import MetricsHook
 from common.metrics.loggers import PROGRESS_BAR, Guarded, ProgressBar
 from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, finite, read_metrics
-from common.text import format_table, list_some, print_wrapped
+from common.text import counted, format_table, list_some, print_wrapped
 
 SHOWN = 5  # rows of a table
 COMPARED = "loss", "grad_norm", "lr", "skipped", "noise_scale"  # fields of a train record
@@ -127,6 +127,8 @@ class Replay(Measurement):
         super().__init__(output, step, is_main)
         self.priority = 10  # after the metrics of the step
         self.target = Path(folder) if folder else None
+        if self.target and self.target.exists() and any(self.target.iterdir()):
+            raise UserError(f"--replay-to {folder} is not empty: choose another folder")
         self.announcement = f"replaying step {step:,} of {output}, to which nothing is written"
         self.weights: dict[str, Tensor] = {}  # before the step
         self.gradients: dict[str, float] = {}  # norms before clipping
@@ -164,9 +166,13 @@ class Replay(Measurement):
 
     def before_train(self, trainer: Trainer) -> None:
         trainer.engine.train_without_graphs("--replay")  # with the same bits
-        self.is_same_work = True
+        config = self.metadata["config"]
+        then = read_metadata(self.folder)
+        self.is_same_work = (
+            then["starts"][0]["gpus"] == self.plan.world_size
+            and then["config"]["parallel"] == config["parallel"]
+        )
         if self.start_from:
-            config = self.metadata["config"]
             ranks = {"gpus": self.plan.world_size, "parallel": config["parallel"]}
             parts = self.model, self.optimizer, None, self.metrics
             _, self.is_same_work = load_checkpoint(self.start_from, trainer, ranks, *parts)
@@ -222,7 +228,7 @@ class Replay(Measurement):
             losses += rank_losses
             images += rank_images
         if self.target and is_first:
-            self._write_images()
+            self._write_images(engine.criterion)
         self.step = {
             "step": trainer.step,
             "loss": fmean(losses),
@@ -279,8 +285,8 @@ class Replay(Measurement):
                 )
         return images
 
-    def _write_images(self) -> None:
-        """Write this rank's images as the model saw them."""
+    def _write_images(self, criterion: Any) -> None:
+        """Write this rank's images as the model saw them, in the order of their losses."""
         data = self.metadata["config"]["DATA"]
         std, mean = (torch.tensor(data[key])[:, None, None] for key in ("std", "mean"))
         rank = gpc.get_local_rank(ParallelMode.DATA)
@@ -290,7 +296,8 @@ class Replay(Measurement):
         for number, (images, _) in enumerate(self.recorder.batches):
             pixels = (images.cpu() * std + mean).nan_to_num().clamp(0, 1) * 255
             for row, pixels_YXC in enumerate(pixels.round().byte().permute(0, 2, 3, 1)):
-                name = f"rank{rank}-micro{number}-row{row:04}.png"
+                loss = self.results[number].image_loss(criterion, row)
+                name = f"loss{loss:09.4f}-rank{rank}-micro{number}-row{row:04}.png"
                 Image.fromarray(pixels_YXC.numpy()).save(self.target / name)
 
     def _measure_activations(self, engine: Any) -> dict[str, float]:
@@ -329,7 +336,7 @@ class Replay(Measurement):
         step = self.step
         images = step["images"]
         print(describe_step(step))
-        print_wrapped(f"record: {self._compare()}")
+        print_wrapped(f"metrics.jsonl: {self._compare()}")
         print(f"\nthe largest losses of {len(images):,} images:")
         images.sort(key=lambda image: _rank(image["loss"]), reverse=True)
         for image in images[:SHOWN]:
@@ -361,7 +368,7 @@ class Replay(Measurement):
                         f"differs from step {then['step']:,} on: {name} was {value}, is "
                         f"{now[name]}{why}"
                     )
-        return f"equal to the bit in {len(steps)} of the steps {steps[0]:,} to {steps[-1]:,}"
+        return f"equal to the bit at {counted(len(steps), 'record')}, {steps[0]:,} to {steps[-1]:,}"
 
 
 def describe_step(step: Values) -> str:

@@ -15,6 +15,7 @@ from common.testing.commands import in_words, read_folder, run_forked
 from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks, slow
 from common.testing.tiny_task import TASK, train, write_images
+from common.text import counted
 
 # Twelve steps of 16 images: of 16 pixels in the first epoch, then of 24.
 SETTINGS = [
@@ -70,15 +71,16 @@ def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
     before = read_folder(run)
     saved = [int(path.name[-8:]) for path in run.glob("checkpoints/step-*")]
     for step in (3, 7, 10):
-        replay = ["--replay", str(step), "--replay-to", str(tmp_path / "step")]
+        replay = ["--replay", str(step), "--replay-to", str(tmp_path / f"step{step}")]
         capfd.readouterr()
         run_ranks(gpus, start, images, run, settings, replay)
         first = max([0, *(number for number in saved if number < step)]) + 1
-        words = f"equal to the bit in {step - first + 1} of the steps {first} to {step}"
+        records = counted(step - first + 1, "record")
+        words = f"metrics.jsonl: equal to the bit at {records}, {first} to {step}"
         assert words in " ".join(capfd.readouterr().out.split())
     assert read_folder(run) == before
 
-    told = json.loads((tmp_path / "step" / "step.json").read_text())
+    told = json.loads((tmp_path / "step10" / "step.json").read_text())
     (record,) = [record for record in read_metrics(run) if record["step"] == 10 and "lr" in record]
     assert told["loss"] == pytest.approx(record["loss"], rel=1e-6)
     # The norms of the tensors make up the whole one, whatever cuts them.
@@ -103,8 +105,9 @@ def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_sa
         rows = [image for image in told["images"] if image["image"].endswith("blue/odd.png")]
         if rows:
             assert told["images"][0]["image"] == rows[0]["image"]
-            name = f"rank0-micro0-row{rows[0]['row']:04}.png"
-            red, green, blue = np.asarray(Image.open(folder / name)).reshape(-1, 3).T
+            *_, largest = sorted(folder.glob("*.png"))
+            assert largest.name.endswith(f"-rank0-micro0-row{rows[0]['row']:04}.png")
+            red, green, blue = np.asarray(Image.open(largest)).reshape(-1, 3).T
             assert (red.min(), green.min(), blue.max()) == (255, 255, 0)
             found += 1
     assert found == 1  # an image is in one step of an epoch
@@ -116,6 +119,7 @@ def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_sa
         (["--replay=3", "--output=elsewhere"], "--replay 3: "),
         (["--replay=13"], "--replay 13: the run has 12 steps"),
         (["--replay-to=x"], "--replay-to has no effect without --replay"),
+        (["--replay=3", "--replay-to=run"], "--replay-to run is not empty"),
         (["--replay=3", "--set=LEARNING_RATE=1"], "LEARNING_RATE=1"),
     ],
 )
@@ -124,3 +128,10 @@ def test_what_cannot_be_replayed_is_said_in_a_line(flags, message, images, run, 
     settings = in_words(f"DATA.root={images}", *SETTINGS)
     words = ["--config=tiny.py", "--output=run", *settings, *flags]
     assert message in run_forked(lambda argv: train_on(argv, TASK), words, 2).stderr
+
+
+def test_a_replay_on_other_processes_says_so(images, run, capfd):
+    run_ranks(2, start, images, run, SETTINGS, ["--replay", "3"])
+    words = " ".join(capfd.readouterr().out.split())
+    assert "equal to the bit at" not in words
+    assert "(on other processes: close, not equal to the bit)" in words

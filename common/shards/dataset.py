@@ -7,6 +7,7 @@ manifest.json                    checksums of shards and tables; written last
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from mmap import mmap
 from pathlib import Path
@@ -27,7 +28,7 @@ from common.files import (
     regular_size,
     sha256_of,
 )
-from common.shards.tfrecord_format import BadSampleError, unframe
+from common.shards.tfrecord_format import BadSampleError, read_filename, unframe
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -161,9 +162,18 @@ class TFRecordSplit(ImageSplit):
 
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
-        return UserError(f"{self.name_image(index)}: {reason}; {REMEDY}")
+        return UserError(f"{self._place(index)}: {reason}; {REMEDY}")
 
     def name_image(self, index: int) -> str:
+        """Return the file that a record was made of, and where the record is."""
+        row = self.records[index]
+        record = read_range(self.shards[row["shard"]], int(row["offset"]), int(row["size"]))
+        name = ""
+        with suppress(BadSampleError):
+            name = read_filename(unframe(record))
+        return f"{name}, {self._place(index)}" if name else self._place(index)
+
+    def _place(self, index: int) -> str:
         row = self.records[index]
         shard = self.shards[row["shard"]]
         return f"{shard}: record {index} of {self.name} at byte {row['offset']}"

@@ -83,6 +83,12 @@ def unframe(record: bytes | memoryview) -> memoryview:
     return payload
 
 
+def read_filename(example: bytes | memoryview) -> str:
+    """Return the file name in a serialised Example, "" where it has none."""
+    feature = Example.FromString(bytes(example)).features.feature["image/filename"]
+    return b"".join(feature.bytes_list.value).decode(errors="surrogateescape")
+
+
 def build_example(
     image: bytes, label: int, text: str, filename: str, height: int, width: int
 ) -> bytes:

@@ -55,7 +55,7 @@ class Calibration:
     def __str__(self) -> str:
         ece = f"ECE {self.ece:.4f} on {self.reported:,} images"
         if self.temperature is None:
-            return f"{ece}; too few to fit a temperature, which takes {FITTED * FEWEST}"
+            return f"{ece}; too few to fit a temperature, which takes {FITTED * FEWEST} unseen"
         return (
             f"{ece}, {self.calibrated_ece:.4f} with --temperature {self.temperature} of predict.py "
             f"and export.py, fitted on {self.fitted:,} others (seed {SEED})"

@@ -227,7 +227,7 @@ def test_uv_resolves_the_readmes_line_to_the_pinned_versions(tmp_path):
 
 
 @pytest.mark.docs
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_commands_of_the_readme_run(tmp_path):
     """As a user without root and git, with a read-only home, in a path with a space."""
     folder, home, programs = (tmp_path / name for name in ("a clone", "home", "bin"))

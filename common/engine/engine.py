@@ -204,8 +204,10 @@ class TrainLoader(Protocol):
 
 # What scripts read of the loader that `initialize` returns: a `DataLoader`'s, DALI's, and ours.
 LOADER_ATTRIBUTES = (
-    *("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "num_workers"),
-    *("sampler", "reset", "state_dict", "load_state_dict", "close"),
+    *("batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator", "in_order"),
+    *("sampler", "num_workers", "multiprocessing_context", "persistent_workers", "prefetch_factor"),
+    *("pin_memory", "pin_memory_device", "timeout", "worker_init_fn"),
+    *("reset", "state_dict", "load_state_dict", "close"),
 )
 
 

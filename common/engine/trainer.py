@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
@@ -45,7 +46,7 @@ class Trainer(UpstreamTrainer):
         evaluated_step: the step of the last evaluation.
         update_done: whether the last micro-batch ended an optimizer step.
         learning_rate: of the last optimizer step; with layer decay, of the head.
-        data_wait: seconds spent waiting for the training loader so far.
+        data_wait: seconds that this process, with a GPU the GPU, waited for the training loader.
         states: values shared between hooks, below.
         stopping: set by a hook after an optimizer step or in an evaluation to end the training.
 
@@ -247,13 +248,20 @@ class Trainer(UpstreamTrainer):
             self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
-        """Yield the batches; add the time that each takes to ``data_wait``."""
+        """Yield the batches; add the time that each takes to ``data_wait``.
+
+        A GPU that is still busy when the batch is there has not waited: the host was ahead of it.
+        """
         batches = iter(dataloader)
+        launched = torch.cuda.Event() if self.device.type == "cuda" else None
         end = object()  # a loader may yield None
         while True:
+            if launched is not None:
+                launched.record()
             started = time.perf_counter()
             batch = next(batches, end)
-            self.data_wait += time.perf_counter() - started
+            if launched is None or launched.query():
+                self.data_wait += time.perf_counter() - started
             if batch is end:
                 return
             set_activity(f"step {self.step + 1}: forward and backward")

@@ -1,6 +1,8 @@
 """The training loop: how it counts, when it evaluates and stops."""
 
+import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,3 +178,15 @@ def statistics_in_evaluation() -> list[list[float]]:
 
 def test_all_ranks_evaluate_with_the_statistics_of_the_first():
     assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_gpu_that_is_still_busy_has_not_waited_for_data(is_done, monkeypatch):
+    event = SimpleNamespace(record=lambda: None, query=lambda: is_done)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    trainer = Trainer.__new__(Trainer)
+    trainer.device = torch.device("cuda")
+    trainer.step, trainer.data_wait = 0, 0.0
+    loader = (time.sleep(0.01) for _ in range(2))
+    assert len(list(trainer._timed(loader))) == 2
+    assert (trainer.data_wait >= 0.02) is is_done

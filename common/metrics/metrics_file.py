@@ -95,7 +95,7 @@ CHARTS = {
     "samples_per_s": Chart("Images per second, all GPUs"),
     # Model FLOP/s as a fraction of the GPUs' peak, or of the one measured.
     "mfu": Chart("Model FLOPs utilisation, %", 100),
-    # Fraction of the time that rank 0 waited for its loader.
+    # Fraction of the time that rank 0, with a GPU its GPU, waited for its loader.
     "data_wait": Chart("Time waiting for data, %", 100),
     # Seconds of a step in the forward passes with the loss, and in the backward passes.
     "forward_s": Chart("Forward passes of a step, ms", 1e3),

@@ -223,8 +223,10 @@ class Replay(Measurement):
         losses, images = [], []
         # Ranks of a tensor-parallel group have the same images.
         is_first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-        own = [part.loss for part in self.results], self._list_images(engine.criterion)
-        for rank_losses, rank_images in gather(own if is_first else ([], [])):
+        own: tuple[list[float], list[Any]] = [], []
+        if is_first:
+            own = [part.loss for part in self.results], self._list_images(engine.criterion)
+        for rank_losses, rank_images in gather(own):
             losses += rank_losses
             images += rank_images
         if self.target and is_first:

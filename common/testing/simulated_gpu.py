@@ -178,6 +178,9 @@ class SimulatedEvent:
         if self.place > self.gpu.finished and self.gpu.launched < self.place + LEAD:
             self.gpu.wait()
 
+    def query(self):
+        return self.place <= self.gpu.finished
+
     def elapsed_time(self, later):
         return 1.0
 

@@ -47,43 +47,41 @@ class Model(Section):
     """attention heads; divides `width`"""
 
     mlp_ratio: Number = key(4.0, gt=0, le=1000)
-    """channels that the MLP's first layer returns / `width`"""
+    """outputs of the MLP's first layer / `width`"""
 
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    """activation of the MLP; with `swiglu` (arXiv 2002.05202) half of those channels are its gate:
+    """activation; with `swiglu` (arXiv 2002.05202) half of the outputs are its gate:
     `mlp_ratio=16/3` has the parameters of 4 with `gelu`"""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """`rmsnorm` (arXiv 1910.07467) subtracts no mean and adds no bias"""
+    """`rmsnorm`: arXiv 1910.07467"""
 
     num_classes: Classes | None = None
-    """classes of the head; `None`: as many as the data set has"""
+    """classes of the head; `None`: the data set's"""
 
     dropout: BelowOne = 0.0
     """after the position embedding and every projection of a block except qkv"""
 
     drop_path: BelowOne = 0.0
-    """stochastic depth (arXiv 1603.09382): last block's rate, rising from 0"""
+    """stochastic depth (arXiv 1603.09382): the last block's rate"""
 
     stem: Literal["patch", "conv"] = "patch"
-    """`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch
-    projection"""
+    """`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, as patch embedding"""
 
     pool: Literal["cls", "avg", "seq"] = "cls"
-    """input of the head: the class token, the mean of the patches, or their learned mean (arXiv
-    2104.05704)"""
+    """input of the head: class token, mean of the patches, or learned mean (arXiv 2104.05704)"""
 
     position: Literal["learned", "sincos2d"] = "learned"
     """position embedding; `sincos2d` is fixed"""
 
     no_embed_class: bool = False
-    """no position embedding for the class token and the registers"""
+    """no position embedding for class token and registers"""
 
     reg_tokens: int = key(0, ge=0, le=65536)
     """register tokens (arXiv 2309.16588), which the head does not read"""
 
     init_values: UpToOne | None = None
-    """LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale"""
+    """LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: none"""
 
     activation_checkpoint: bool = False
     """recompute each block in the backward pass, to save memory"""

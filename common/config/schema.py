@@ -53,38 +53,37 @@ Deviation = Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)]
 
 class Data(Section):
     root: str | None = None
-    """folder of the data set; `None`: `$DATA`, else CIFAR-10 and Caltech-101 are downloaded to
-    ./data"""
+    """folder of the data set; `None`: `$DATA`, else ./data, to which CIFAR-10 and Caltech-101 are
+    downloaded"""
 
     download: bool = False
-    """CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"""
+    """CIFAR-10, Caltech-101: download to `root` what is not there"""
 
     loader: Literal["dali", "torchvision"] = "dali"
-    """which loader decodes"""
+    """decoder"""
 
     workers: int | None = key(None, ge=0, le=1024)
-    """decoding threads or processes per rank; `None`: its share of cores, less 3 for DALI on a
-    GPU"""
+    """decoding threads or processes per rank; `None`: its cores, less 3 for DALI on a GPU"""
 
     order: Literal[None, "blocks", "random"] = None
-    """order over shards (docs/data.md); blocks: large reads, shuffled within windows; random: image
-    by image; `None`: blocks if the training shards exceed the host's memory"""
+    """order over shards (docs/data.md): large shuffled blocks, or image by image; `None`: blocks if
+    the training shards exceed the host's memory"""
 
     sampling: Literal[None, "balanced"] = None
-    """balanced: draw classes equally often (docs/unequal-classes.md)"""
+    """draw classes equally often (docs/unequal-classes.md)"""
 
     block: Number = key(16, ge=1e-3, le=1e4)
-    """most MB of a block"""
+    """largest block, in MB"""
 
     window: int = key(2, ge=1, le=10**4)
     """blocks that each of the 64 streams shuffles"""
 
     split: Literal[None, "counted"] = None
-    """which fifth of a folder without a validation split is held out (docs/prepare.md); `None`: by
-    name, or by the resumed run's rule; counted: by count, as earlier versions"""
+    """hold out validation images by name, or by count as earlier versions (docs/prepare.md);
+    `None`: by name, or as the resumed run"""
 
     labels: str | None = None
-    """table of paths and labels, from `root`, with `loader='torchvision'` (docs/prepare.md)"""
+    """table of paths and labels, from `root`; needs `loader='torchvision'` (docs/prepare.md)"""
 
     columns: str | None = None
     """its columns, as 'path=file,label=species,split=fold'; `None`: by content"""
@@ -94,7 +93,7 @@ class Data(Section):
     pixels"""
 
     crop_scale: CropScale = key((0.08, 1.0), title="(low, high), 0 < low <= high <= 1")
-    """share of the image's area in a training crop"""
+    """area of a training crop, of the image's"""
 
     crop_ratio: CropRatio = key((3 / 4, 4 / 3), title="(low, high), 0 < low <= high <= 100")
     """width / height of a training crop"""
@@ -112,20 +111,20 @@ class Data(Section):
         None,
         title="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
-    """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, m as in the paper; text: timm's, with
-    `loader='torchvision'` only"""
+    """`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, m as in the paper; text: timm's, needs
+    `loader='torchvision'`"""
 
     autoaugment: Literal[None, "cifar10"] = None
-    """CIFAR-10: AutoAugment's policy for training"""
+    """CIFAR-10: AutoAugment's policy"""
 
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """antialiased filter that resizes images"""
+    """antialiased resizing filter"""
 
     eval_crop: Number = key(0.875, ge=0.1, le=1)
     """share of the short side in evaluation's centre crop"""
 
     mean: Triple = key((0.485, 0.456, 0.406), title="(R, G, B)")
-    """subtracted from R, G, B (0 to 1)"""
+    """subtracted from R, G, B in 0 to 1"""
 
     std: Deviation = key((0.229, 0.224, 0.225), title="(R, G, B), each >= 1e-6")
     """then divided by"""
@@ -148,7 +147,7 @@ class Optimizer(Options):
     """`False`: no weight decay on biases, norms, class token, registers, position embedding"""
 
     layer_decay: Number = key(1.0, gt=0, le=1)
-    """factor of the learning rate per layer from the head down; 1: none"""
+    """factor of the learning rate per layer from the head down"""
 
     # these belong to some optimizers; their defaults are in `OPTIMIZERS`
     betas: Betas = key(None, title="(beta1, beta2), each >= 0 and < 1")
@@ -158,8 +157,7 @@ class Optimizer(Options):
     """added to the root of the second moment"""
 
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = OF_CHOICE
-    """LAMB implementation to match; sets `eps` and the four options below unless stated (default
-    `None`)"""
+    """LAMB implementation to match; sets `eps` and the four options below"""
 
     bias_correction: bool = OF_CHOICE
     """divide the moments by 1 - beta^step"""
@@ -168,19 +166,19 @@ class Optimizer(Options):
     """clip the gradient's norm; infinite: never"""
 
     always_adapt: bool = OF_CHOICE
-    """trust ratio for tensors without weight decay too"""
+    """trust ratio also for tensors without weight decay"""
 
     trust_range: Limits = key(None, title="(low, high), 0 <= low <= high")
     """least and greatest trust ratio"""
 
     momentum: BelowOne = OF_CHOICE
-    """0: none"""
+    """momentum"""
 
     adamw_lr_scale: Positive = OF_CHOICE
-    """factor of the learning rate, except for the blocks' matrices"""
+    """factor of the learning rate of what AdamW updates"""
 
     bfloat16: bool = OF_CHOICE
-    """orthogonalize in bfloat16, as on GPUs, on CPUs with AMX or AVX512_BF16"""
+    """orthogonalize in bfloat16 on CPUs with AMX or AVX512_BF16, as on GPUs"""
 
     dampening: UpToOne = OF_CHOICE
     """dampening of momentum"""
@@ -197,19 +195,18 @@ class Optimizer(Options):
 
 class Log(Section):
     every: Natural = 10
-    """optimizer steps between two lines of metrics.jsonl"""
+    """optimizer steps per line of metrics.jsonl"""
 
     tensorboard: bool = True
-    """write TensorBoard event files too"""
+    """write TensorBoard event files"""
 
     noise_scale: bool | None = None
     """measure the gradient noise scale (docs/large-batches.md); `None`: if a step has several
-    micro-batches or data-parallel GPUs, except with 2d, 2.5d and 3d, where it costs
-    communication"""
+    micro-batches or data-parallel GPUs, except with 2d, 2.5d, 3d"""
 
     trackers: AnySequence[list[str]] = key([])
-    """`wandb`: offline unless `WANDB_MODE` is set; project vit-large-batch unless `WANDB_PROJECT`
-    is set"""
+    """`wandb`: offline unless `WANDB_MODE` is set, as project vit-large-batch unless
+    `WANDB_PROJECT` is set"""
 
 
 class TensorParallel(Options):
@@ -231,10 +228,10 @@ Pipeline = Annotated[
 
 class Parallel(Options):
     pipeline: Pipeline = key(1, ge=1)
-    """pipeline parallelism is not supported: 1"""
+    """1: pipelines are not supported"""
 
     tensor: TensorParallel = TensorParallel()
-    """tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`"""
+    """made from `TENSOR_PARALLEL_SIZE` and `_MODE`"""
 
 
 # As config.json spells it too.
@@ -259,16 +256,16 @@ class Fp16(Options):
 
     # The scale's defaults are torch.amp.GradScaler's.
     init_scale: Positive = 2.0**16
-    """first scale of the loss, in float16"""
+    """first loss scale in float16"""
 
     growth_factor: Number = key(2.0, gt=1)
-    """raises the scale of the loss"""
+    """raises the loss scale"""
 
     backoff_factor: Number = key(0.5, gt=0, lt=1)
-    """lowers the scale of the loss after an overflow"""
+    """lowers the loss scale after an overflow"""
 
     growth_interval: Natural = 2000
-    """optimizer steps between two raises without an overflow"""
+    """steps without an overflow before a raise"""
 
     enabled: bool = True
     """scale the loss in float16"""
@@ -286,14 +283,14 @@ class Fp16(Options):
 # These are arguments of torch.nn.parallel.DistributedDataParallel.
 class TorchDdp(Options):
     bucket_cap_mb: Number = key(25, gt=0, le=2**20)
-    """MiB of the buckets in which gradients are averaged"""
+    """MiB per bucket of gradients"""
 
     # torch's default, False, holds each gradient twice.
     gradient_as_bucket_view: bool = True
     """keep gradients in the buckets"""
 
     broadcast_buffers: bool = True
-    """copy rank 0's buffers to all ranks before each forward pass"""
+    """copy rank 0's buffers before each forward pass"""
 
     find_unused_parameters: bool = False
     """allow parameters that get no gradient"""
@@ -327,11 +324,11 @@ class Config(Section):
     """samples per forward pass on a GPU, or on the GPUs that share one model"""
 
     BATCH_SIZE: Natural | None = None
-    """`TOTAL_BATCH_SIZE // gradient_accumulation`, derived if both are set, for scripts that read
-    it; a stated value is only checked"""
+    """`TOTAL_BATCH_SIZE // gradient_accumulation`, for scripts that read it; a stated value is only
+    checked"""
 
     GPUS: int = key(1, ge=1, le=10**6)
-    """GPUs the recipe is written for; default GPU count for `--dry-run`"""
+    """GPUs the recipe is written for: `--dry-run`'s default"""
 
     NUM_EPOCHS: Natural
     """passes over the training data"""
@@ -340,16 +337,16 @@ class Config(Section):
     """epochs of linear warm-up; less than `NUM_EPOCHS`"""
 
     MAX_STEPS: Natural | None = None
-    """optimizer steps after which to stop early; the schedule is unchanged"""
+    """stop early after these optimizer steps, with the same schedule"""
 
     IMAGE_SIZES: list[EpochsAndPixels | EpochsPixelsAndBatch] = key(
         [], title="list of (epochs, pixels) or (epochs, pixels, images), integers >= 1"
     )
-    """side of the training images in the first epochs, and their micro-batch if not
-    `MICRO_BATCH_SIZE`; `MODEL.image_size` afterwards and in evaluation (docs/recipes.md)"""
+    """side of the training images in the first epochs, and their micro-batch if another; then
+    `MODEL.image_size` (docs/recipes.md)"""
 
     EVAL_EVERY: Natural = 1
-    """epochs between evaluations; the last epoch is always evaluated"""
+    """epochs between evaluations; the last is always evaluated"""
 
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
         "10 min", title="optimizer steps, as 500, or minutes, as '10 min'"
@@ -360,11 +357,11 @@ class Config(Section):
     """newest checkpoints to keep, beside the best"""
 
     BEST: Literal["top1", "loss", "mean_recall", "macro_f1", "auroc"] = "top1"
-    """metric that chooses `checkpoints/best`; ties go to the lower loss; `mean_recall`, `macro_f1`:
-    means over the classes; `auroc`: for two classes"""
+    """metric of `checkpoints/best`; ties go to the lower loss; `mean_recall`, `macro_f1`: means
+    over classes; `auroc`: for two classes"""
 
     PATIENCE: Natural | None = None
-    """evaluations without a new best after which the run finishes"""
+    """finish after this many evaluations without a new best"""
 
     LEARNING_RATE: Positive
     """peak, at the end of warm-up"""
@@ -373,12 +370,12 @@ class Config(Section):
     """decoupled, except for `sgd`"""
 
     LR_SCHEDULE: Literal[*SCHEDULES] = "cosine"  # pyright: ignore[reportInvalidTypeForm]
-    """decay after warm-up, to `MIN_LR`; `timm`: one cosine over all steps; warm-up replaces its
-    beginning; `wsd`: the peak until a linear decay, `wsd_sqrt`: until 1 - sqrt
+    """decay to `MIN_LR` after warm-up; `timm`: one cosine over all steps, whose beginning warm-up
+    replaces; `wsd`: the peak, then a linear decay; `wsd_sqrt`: then 1 - sqrt
     (docs/large-batches.md)"""
 
     DECAY: Positive = 0.2
-    """`wsd`, `wsd_sqrt`: the decay's share of `NUM_EPOCHS` if below 1, else its epochs"""
+    """of `wsd`, `wsd_sqrt`: a share of `NUM_EPOCHS` if below 1, else epochs"""
 
     MIN_LR: NonNegative = 0.0
     """learning rate at the end of the decay"""
@@ -390,32 +387,32 @@ class Config(Section):
     """epochs at `MIN_LR` at the end"""
 
     OPTIMIZER: Optimizer = Optimizer()
-    """the optimizer, and its own options"""
+    """the optimizer and its options"""
 
     EMA: BelowOne = 0.0
-    """decay of the weights' moving average, which evaluation uses; 0: none"""
+    """decay of the weights' moving average, which is evaluated; 0: none"""
 
     EMA_WARMUP: bool = True
-    """a smaller decay in the first steps: at most (1 + step) / (10 + step)"""
+    """limit the decay to (1 + step) / (10 + step)"""
 
     # SerializeAsAny: pydantic would write a `TimmModel` with the keys of `Model` only.
     MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = Model()
     """the model's shape, or with `timm` a timm model"""
 
     OUTPUT: str | None = None
-    """folder of the run without `--output`; `None`: outputs/<name of the config>"""
+    """folder of the run; `--output` takes precedence; `None`: outputs/<name of the config>"""
 
     INIT: str | None = None
     """weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME"""
 
     FREEZE: Literal[None, "body"] = None
-    """`body`: train the head alone, on `INIT`'s features (linear probing)"""
+    """`body`: train the head alone (linear probing)"""
 
     MIXUP: Number = key(0.0, ge=0, le=1000)
-    """alpha of Mixup's Beta distribution; 0: no Mixup"""
+    """alpha of Mixup; 0: none"""
 
     CUTMIX: Number = key(0.0, ge=0, le=1000)
-    """alpha of CutMix's Beta distribution; with `MIXUP`, half of the batches"""
+    """alpha of CutMix; with `MIXUP`, half of the batches"""
 
     MIXUP_OFF_EPOCHS: int = key(0, ge=0)
     """epochs without Mixup and CutMix at the end"""
@@ -427,24 +424,24 @@ class Config(Section):
     """range of brightness, contrast, saturation around 1; 0: none"""
 
     ERASING: UpToOne = 0.0
-    """probability that a rectangle of a training image is erased"""
+    """probability of erasing a rectangle of a training image"""
 
     ERASING_MODE: Literal["const", "pixel"] = "const"
-    """fill of erased pixels: the mean, or normal noise"""
+    """fill: the mean, or normal noise"""
 
     LABEL_SMOOTHING: BelowOne = 0.0
     """share of the target spread over all classes"""
 
     BCE_THRESHOLD: BelowOne | Literal["soft"] | None = None
-    """binary cross-entropy: classes above this share of the label are on, or with 'soft' the
-    shares are the target; `None`: cross-entropy"""
+    """binary cross-entropy on classes above this share of the label, or with 'soft' on the shares;
+    `None`: cross-entropy"""
 
     BCE_SUM: bool = False
-    """sum binary cross-entropy over the classes instead of averaging it"""
+    """sum it over the classes instead of averaging"""
 
     CLASS_WEIGHTS: Literal[None, "balanced", "effective"] | list[NonNegative] = None
-    """class weights in the training loss (docs/unequal-classes.md); a list: one per class, in the
-    order of labels"""
+    """class weights in the training loss (docs/unequal-classes.md); a list: in the order of
+    labels"""
 
     DATA: Data = Data()
     """location and reading of the images"""
@@ -453,7 +450,7 @@ class Config(Section):
     """what is written while training"""
 
     MAX_SKIPPED: int = key(20, ge=0)
-    """non-finite updates that may be skipped in a row"""
+    """non-finite updates skipped in a row before the run stops"""
 
     TIMEOUT: Number = key(600, ge=1, le=10**7)
     """seconds without progress after which the run ends; must exceed the time to write a
@@ -479,22 +476,22 @@ class Config(Section):
     """mixed precision; `None`: float32"""
 
     TF32: bool = True
-    """let float32 products round their inputs to TF32 on GPUs that have it"""
+    """round inputs of float32 products to TF32 on GPUs that have it"""
 
     COMPILE: bool | Literal["model", "max-autotune"] | None = key(
         None, title="True, False, None, 'model' or 'max-autotune'"
     )
-    """torch.compile: True: the blocks; 'max-autotune': the blocks, with the fastest of several
-    kernels; 'model': the model; `None`: True on GPUs without tensor parallelism"""
+    """torch.compile of the blocks ('max-autotune': with the fastest of several kernels) or the
+    model; `None`: True on GPUs without tensor parallelism"""
 
     GRAPHS: bool = False
-    """record the training step as CUDA graphs, and replay it; on one GPU"""
+    """replay the training step as CUDA graphs, on one GPU"""
 
     gradient_accumulation: Natural | None = None
     """micro-batches per optimizer step"""
 
     clip_grad_norm: NonNegative = 0.0
-    """largest norm of the gradient of all weights; 0: no clipping"""
+    """largest norm of the whole gradient; 0: no clipping"""
 
     torch_ddp: TorchDdp = TorchDdp()
     """options of torch's DistributedDataParallel"""

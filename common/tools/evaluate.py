@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
     if launch.rank == 0:
         _print_start(run, summary, warning, is_own_data=is_own_data)
-    tally = count(run, task, labels_of, launch)
+    tally = count(run, task, labels_of, launch, args.views)
     shutdown()
     if launch.rank == 0:
         _report(run, tally, "by number" if warning else "by name", output, argv)
@@ -84,6 +84,12 @@ def _build_parser() -> ArgumentParser:
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
     parser.add_argument("--class-order", choices=ORDERS, help=ORDER_HELP)
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
+    parser.add_argument(
+        "--views",
+        type=int,
+        choices=(1, 2),
+        help="2: also measure the mean of the probabilities of an image and its mirror image",
+    )
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -108,7 +114,9 @@ def choose_images(run: SavedRun, task: Task, args: Namespace) -> bool:
     return bool(is_own_data)
 
 
-def count(run: SavedRun, task: Task, labels_of: list[int], launch: Launch) -> "Tally":
+def count(
+    run: SavedRun, task: Task, labels_of: list[int], launch: Launch, views: int | None
+) -> "Tally":
     """Evaluate the model on all ranks; ``labels_of`` are its classes by the data set's label."""
     predict = Predictor(run.load_model(), run.config)
     loader = task.build_eval_loader(
@@ -120,6 +128,7 @@ def count(run: SavedRun, task: Task, labels_of: list[int], launch: Launch) -> "T
         device=predict.device,
     )
     tally = Tally(predict.device)
+    two_views = Counts(predict.device)
     to_model = torch.tensor(labels_of, device=predict.device)
     with naming_lost_ranks(), closing(loader):
         # disable=None: no bar where stderr is no terminal
@@ -127,8 +136,15 @@ def count(run: SavedRun, task: Task, labels_of: list[int], launch: Launch) -> "T
         for images, labels in tqdm(loader, unit="batch", leave=False, disable=hidden):
             # padding, which has label -100, stays as it is
             answers = torch.where(labels < 0, labels, to_model[labels.clamp(min=0)])
-            tally.add(predict(images), answers)
+            logits_BC = predict(images)
+            tally.add(logits_BC, answers)
+            if views == 2:
+                logits_2BC = torch.stack([logits_BC, predict(images.flip(-1))]).double()
+                # The sum of the probabilities: the loss and AUROC are those of the mean.
+                two_views.add(logits_2BC.log_softmax(2).logsumexp(0), answers)
         tally.sum_over_ranks()
+        if views == 2:
+            tally.two_views = two_views.sum_over_ranks(ParallelMode.GLOBAL)
     return tally
 
 
@@ -159,7 +175,7 @@ def _name_results(run: SavedRun, args: Namespace, data: DataSummary) -> str:
             parts.append(args.split)
         parts.append(data.fingerprint[:6])
     settings = list(args.set)
-    named = {"classes": args.classes, "class_order": args.class_order}
+    named = {"classes": args.classes, "class_order": args.class_order, "views": args.views}
     settings += [f"{key}={value}" for key, value in named.items() if value]
     if settings:
         readable = re.sub(r"[^\w.=,+-]+", "_", ",".join(settings))
@@ -170,10 +186,11 @@ def _name_results(run: SavedRun, args: Namespace, data: DataSummary) -> str:
 
 class Tally:
     """Count over the evaluation set: ``metrics``; ``answers``, ``measured``, ``scaled_2TN`` by
-    sample.
+    sample. ``two_views`` are metrics too, {} if not measured.
     """
 
     def __init__(self, device: torch.device):
+        self.two_views: dict[str, float] = {}
         self.counts = Counts(device)
         self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
         self.scaled: list[Tensor] = []  # [2, T, B], of `scale`
@@ -244,6 +261,9 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     # Printed first: the disk may be full.
     print_lowest(rows, run.class_names)
     print(f"\n{format_table(describe_metrics(metrics, intervals))}")
+    line = "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}"
+    if tally.two_views:
+        print("two views  " + line.format(**tally.two_views))
     print_wrapped(f"confidence {calibration}", 11)
     learned = run.class_names[: len(run.metadata["data"]["class_names"])]
     print_wrapped(note_missing(f"labels     {how}", learned, tally.answers[0]), 11)
@@ -252,6 +272,7 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
         "checkpoint": str(run.checkpoint),
         "weights": run.weights,
         "data": run.config["DATA"]["root"],
+        "two_views": finite(tally.two_views),
     }
     # JSON has no NaN, which AUROC's limits may be.
     limits = {name: finite(interval._asdict()) for name, interval in intervals.items()}
@@ -269,7 +290,6 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     draw_reliability(tally.answers, tally.scaled_2TN, calibration, picture)
     files += ", reliability.png"
     print_wrapped(f"results    {short_path(output)}: {files}{earlier}", 11)
-    line = "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}"
     print(line.format(**metrics), flush=True)
     missing = np.count_nonzero(tally.answers[1] < 0)
     if missing:

@@ -10,10 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import (
     confusion_matrix,
     f1_score,
+    log_loss,
     precision_score,
     recall_score,
     top_k_accuracy_score,
@@ -284,3 +286,47 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     with pytest.raises(UserError, match="--split test: tiny has one evaluation set; leave it out"):
         evaluate_run(run, "--split", "test")
     shutdown()
+
+
+def test_two_views_average_the_probabilities_of_an_image_and_its_mirror_image(
+    run, data, tmp_path, capsys
+):
+    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    mirrored = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
+    views = [timm_logits(run, images).double().softmax(1) for images in (pictures, mirrored)]
+    means = (views[0] + views[1]) / 2
+    expected = {
+        "loss": log_loss(labels, means),
+        "top1": top_k_accuracy_score(labels, means, k=1),
+        "top5": top_k_accuracy_score(labels, means, k=5),
+        "macro_f1": f1_score(labels, means.argmax(1), average="macro"),
+    }
+    assert expected["loss"] != pytest.approx(log_loss(labels, views[0]), rel=1e-4)
+
+    run_ranks(2, evaluate_run, run, "--views=2", "--output", tmp_path, "--set=MICRO_BATCH_SIZE=4")
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert metrics_of(record) == pytest.approx(metrics_of(read_metrics(run)[-1]), rel=1e-6)
+    two_views = record["two_views"]
+    assert {name: two_views[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+    evaluate_run(run, "--views=2")
+    said = capsys.readouterr().out
+    assert "two views  top1={top1:.4f} top5={top5:.4f} loss={loss:.4f}".format(**two_views) in said
+    assert [*(run / "evaluation").glob("step-00000010-views=2-??????/evaluation.json")]
+    evaluate_run(run)
+    assert read(run)["two_views"] == {}
+    assert "two views" not in capsys.readouterr().out
+
+
+def test_the_second_view_of_symmetric_images_changes_nothing(run, data, tmp_path):
+    for file in data.glob("*/*/*.png"):
+        half = Image.open(file).crop((0, 0, 10, 24))
+        picture = Image.new("RGB", (20, 24))
+        picture.paste(half)
+        picture.paste(ImageOps.mirror(half), (10, 0))
+        symmetric = tmp_path / "images" / file.relative_to(data)
+        symmetric.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(symmetric)
+    evaluate_run(run, "--views=2", "--data", tmp_path / "images", "--output", tmp_path)
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    assert metrics_of(record["two_views"]) == pytest.approx(metrics_of(record), rel=1e-5)

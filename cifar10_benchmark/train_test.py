@@ -47,10 +47,14 @@ def run_recorded(data: Path, output: Path, *settings: str) -> None:
     run("vit_lite_fast", data, output, *GROWING, *settings)
 
 
-def test_recorded_steps_end_as_plain_ones_stopped_in_an_epoch_and_across_sizes(data, tmp_path):
-    run_ranks(1, run, "vit_lite_fast", data, tmp_path / "plain", *GROWING)
+@pytest.mark.parametrize("batches", [[], [(1, 4)]])
+def test_recorded_steps_end_as_plain_ones_stopped_in_an_epoch_and_across_sizes(
+    batches, data, tmp_path
+):
+    settings = f"BATCH_SIZES={batches}", f"gradient_accumulation={2 if batches else 1}"
+    run_ranks(1, run, "vit_lite_fast", data, tmp_path / "plain", *GROWING, *settings)
     for more in ("MAX_STEPS=13", "MAX_STEPS=23", "MAX_STEPS=None"):
-        run_ranks(1, run_recorded, data, tmp_path / "recorded", more)
+        run_ranks(1, run_recorded, data, tmp_path / "recorded", *settings, more)
     plain, recorded = (read_result(tmp_path / name) for name in ("plain", "recorded"))
     # The evaluations where it was stopped are further records, one of which may be the best.
     for result in (plain, recorded):

@@ -90,3 +90,21 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
         last = tmp_path / output / "checkpoints/step-00000006"
         weights[output] = (last / "model.safetensors").read_bytes()
     assert weights["whole"] == weights["resumed"] != weights["other"]
+
+
+@pytest.mark.parametrize("loader", ["dali", "torchvision"])
+def test_a_run_of_several_batches_in_blocks_resumes_to_the_bit(loader, colours, tmp_path):
+    """12 steps of 4 images, a smaller micro-batch too, then 3 of 16."""
+    settings = f"DATA.root={colours}", f"DATA.loader={loader}", "DATA.workers=1", "DATA.block=0.005"
+    settings += "DATA.order=blocks", "BATCH_SIZES=[(1, 4)]", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"
+    train(tmp_path, "whole", *settings, "KEEP=9")
+    weights = []
+    for step in (None, 8, 12):
+        output = "whole"
+        if step:
+            output = f"from {step}"
+            start = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
+            train(tmp_path, output, *settings, flags=["--resume", str(start)])
+        last = tmp_path / output / "checkpoints" / "step-00000015"
+        weights.append((last / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] == weights[2]

@@ -332,6 +332,7 @@ def records(kind: str) -> Callable[[Started], list[int]]:
 SHARED = "TENSOR_PARALLEL_SIZE=2"
 MODE = "TENSOR_PARALLEL_MODE=1d"
 FOLDER = "DATA.root=@images", "DATA.loader=torchvision"
+NOISE = ("BATCH_SIZES=noise", "TOTAL_BATCH_SIZE=32")
 LAMB = ("OPTIMIZER.name=lamb",)
 MUON = ("OPTIMIZER.name=muon",)
 SGD = ("OPTIMIZER.name=sgd",)
@@ -361,6 +362,9 @@ OF_EVERY_SCRIPT = [
     Row("FREEZE", "body", trained, {"head.weight", "head.bias"}, INIT),
     Row("INIT", "@run", lambda run: run.model.norm.bias.any().item(), True),
     Row("IMAGE_SIZES", "[(2, 8)]", lambda run: run.images.shape[-1], 8),
+    Row("BATCH_SIZES", "[(2, 8)]", lambda run: len(run.images), 8),
+    # 12 steps of 4 images in each of 4 epochs, 25 of 2 without it
+    Row("SMALLEST_BATCH", "4", attribute("last_step"), 48, [*NOISE, "MICRO_BATCH_SIZE=1"]),
     Row("TOTAL_BATCH_SIZE", "8", lambda run: len(run.images), 8),
     Row("MICRO_BATCH_SIZE", "4", lambda run: len(run.images), 4),
     Row("MIXUP", "0.5", blend, Blend(0.5, 0.0)),
@@ -395,6 +399,23 @@ OF_EVERY_SCRIPT = [
 
 TRAINING = [
     Row("IMAGE_SIZES", "[(2, 8)]", small_peak, True),
+    # the first of 6 steps of warm-up
+    Row(
+        "BATCH_LR",
+        "none",
+        lambda run: round(run.trainer.learning_rate, 6),
+        round(0.01 / 6, 6),
+        ["BATCH_SIZES=[(1, 8)]"],
+        steps=1,
+    ),
+    Row(
+        "NOISE_FACTOR",
+        "1e9",
+        says(": batches of 16 from step "),
+        True,
+        [*NOISE, "SMALLEST_BATCH=8", "MICRO_BATCH_SIZE=2"],
+        steps=13,
+    ),
     Row("BATCH_SIZE", "5", refuses("BATCH_SIZE=5 is not TOTAL_BATCH_SIZE // grad"), True),
     Row("GPUS", "2", says("2 GPUs = 2 data parallel"), True, ["--dry-run"]),
     Row(

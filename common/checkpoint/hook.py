@@ -35,7 +35,6 @@ from common.checkpoint.save import (
     newest_checkpoint,
     write_checkpoint,
 )
-from common.config.plan import Plan
 from common.engine.collectives import ask_first_rank, gather
 from common.engine.engine import TrainLoader
 from common.engine.groups import generator_states, set_generator_states
@@ -91,9 +90,6 @@ class CheckpointHook(BaseHook):
         else:
             # "10 min": the schema has checked the text.
             self.every_seconds = 60 * float(self.every.partition("min")[0])
-        # Branches begin at the end of a stable phase, or before. 0: the schedule has none.
-        plan = Plan.from_dict(self.metadata["plan"])
-        self.stable_end = plan.decay_start if plan.decay_steps else 0
         self.best = Best()
         self.stale = 0  # evaluations since the best
         self.is_defined = True  # whether the last evaluation could be the best
@@ -105,6 +101,15 @@ class CheckpointHook(BaseHook):
         self.writing: Future[None] | None = None
         # the all-reduce of flags that began after the last step
         self.exchange: tuple[Tensor, dist.Work] | None = None
+
+    @property
+    def stable_end(self) -> int:
+        """The step at the end of a stable phase; 0: the schedule has none.
+
+        Branches begin there, or before.
+        """
+        plan = self.metrics.plan
+        return plan.count_steps(plan.decay_start) if plan.decay_steps else 0
 
     def before_train(self, trainer: Trainer) -> None:
         if not isinstance(trainer.train_dataloader, TrainLoader):

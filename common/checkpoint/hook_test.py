@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from common.process import Stopped
 from common.run.run import Run
 from common.testing import tiny_task
 from common.testing.checkpoints import add_fields, read_result
+from common.testing.commands import run_forked
 from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks, slow
 
@@ -147,6 +149,66 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
         assert [file for file in whole if found[file] != whole[file]] == []
 
 
+# Of 8 images, then of 16; 8 steps in the first epoch.
+SWITCHING = ["DATA.repeats=2", "MIXUP=0.2", "LR_SCHEDULE=wsd", "DECAY=0.5", "NUM_EPOCHS=2"]
+SWITCHING += ["BATCH_SIZES=[(1, 8)]"]
+# It asks for more than 16 images after the first epoch, of 8 steps.
+BY_NOISE = ["BATCH_SIZES=noise", "SMALLEST_BATCH=8", "NOISE_FACTOR=100", "MICRO_BATCH_SIZE=2"]
+BY_NOISE += ["LEARNING_RATE=1e-2", "NUM_EPOCHS=3"]
+ZERO = "zero=dict(stage=3)"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "stops", "sizes"),
+    [
+        (1, SWITCHING, [7, 8, 9], {8: 8, 16: 4}),
+        (2, SWITCHING, [6, 7], {8: 8, 16: 4}),
+        # DDP's first step sums over four ranks in another order than its others.
+        slow(4, [*SWITCHING, ZERO], [6, 7], {8: 8, 16: 4}),
+        (1, BY_NOISE, [7, 8, 9], {8: 8, 16: 8}),
+        slow(2, BY_NOISE, [6, 7], {8: 8, 16: 8}),
+        slow(4, [*BY_NOISE, ZERO], [6, 7], {8: 8, 16: 8}),
+    ],
+)
+def test_resumes_bit_for_bit_across_batches(
+    world_size, settings, stops, sizes, data, tmp_path, capfd
+):
+    settings = [*settings, "LOG.every=1"]
+    run_ranks(world_size, train, data, tmp_path / "whole", settings)
+    whole = read_result(tmp_path / "whole")
+    assert "\nended " not in capfd.readouterr().out  # as by PATIENCE
+    records = [each for each in whole["metrics.jsonl"] if each["kind"] == "train"]
+    assert Counter(each["batch_size"] for each in records) == sizes
+    assert whole["trainer.json"]["trainer"]["step"] == sum(sizes.values())
+    for stop in stops:
+        pieces = tmp_path / f"pieces {stop}"
+        run_ranks(world_size, train, data, pieces, settings, (stop, False))
+        stopped = read_result(pieces)["trainer.json"]["trainer"]
+        assert stopped["step"] == stop + (world_size > 1)  # several ranks agree a step later
+        run_ranks(world_size, train, data, pieces, settings)
+        found = read_result(pieces)
+        assert [file for file in whole if found[file] != whole[file]] == []
+    said = _rerun(data, pieces, settings)
+    assert f": this run is finished, at step {sum(sizes.values())} " in said
+    if world_size == 1:  # from the checkpoint of step 9
+        said = _rerun(data, pieces, settings, "--replay=12")
+        assert "metrics.jsonl: equal to the bit at 3 records, 10 to 12" in said
+
+
+def test_a_batch_is_chosen_at_the_end_of_an_epoch_at_which_max_steps_stops(data, tmp_path):
+    settings = [*BY_NOISE, "LOG.every=1"]
+    run_ranks(1, train, data, tmp_path / "whole", settings)
+    run_ranks(1, train, data, tmp_path / "pieces", [*settings, "MAX_STEPS=8"])
+    run_ranks(1, train, data, tmp_path / "pieces", settings)
+    assert read_result(tmp_path / "pieces") == read_result(tmp_path / "whole")
+
+
+def _rerun(data: Path, output: Path, settings: Sequence[str], *flags: str) -> str:
+    """Return what a start prints that leaves the run as it is."""
+    ended = run_forked(lambda argv: train(data, output, settings, None, *flags), code=0)
+    return " ".join(ended.stdout.split())
+
+
 # Of 16 steps, 4 are warm-up and 8 decay.
 STABLE = ["LR_SCHEDULE=wsd", "WARMUP_EPOCHS=1", "DECAY=0.5", "EMA=0.9"]
 
@@ -194,6 +256,25 @@ def test_a_branch_equals_a_run_of_its_length_bit_for_bit(mode, schedule, data, t
     step = 6 + (world_size > 1)  # several ranks agree a step later
     said = " ".join(capfd.readouterr().out.split())
     assert f"learning rate at step {step}: 0.002, as by the earlier schedule" in said
+
+
+def test_a_branch_across_batches_equals_a_run_of_its_length_bit_for_bit(data, tmp_path, capfd):
+    """8 steps of 8 images, then 4 an epoch of 16: step 10 is in the second epoch of four."""
+    settings = [*STABLE, "BATCH_SIZES=[(1, 8)]", "CHECKPOINT_EVERY=99", "KEEP=1"]
+    run_ranks(1, train, data, tmp_path / "whole", [*settings, "NUM_EPOCHS=4"])
+    # that at the end of the stable phase is kept
+    assert (tmp_path / "whole" / "checkpoints" / "step-00000012").exists()
+    run_ranks(1, train, data, tmp_path / "long", [*settings, "NUM_EPOCHS=100"], (10, False))
+    flag = f"--resume={tmp_path / 'long'}"
+    run_ranks(1, train, data, tmp_path / "branch", [*settings, "NUM_EPOCHS=4"], None, flag)
+    assert result_of(tmp_path / "branch") == result_of(tmp_path / "whole")
+    said = " ".join(capfd.readouterr().out.split())
+    assert "learning rate at step 10: 0.002, as by the earlier schedule" in said
+    rates = [record["lr"] for record in read_metrics(tmp_path / "whole") if "lr" in record]
+    # records of three steps: warm-up in small batches, then stable to the middle, then down
+    small = 0.002 * 0.5**0.5
+    decaying = [0.002 * share / 16 for share in (12, 6, 2)]
+    assert rates == pytest.approx([small * 3 / 9, small * 6 / 9, 0.002, 0.002, *decaying])
 
 
 def test_a_stable_phase_may_end_earlier_than_was_said(data, tmp_path):
@@ -249,29 +330,41 @@ def test_a_branch_within_the_same_decay_trains(data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rate"),
-    [("wsd", 0.002), ("wsd_sqrt", 0.002), ("cosine", 0.001), ("linear", 0.001), ("timm", 0.001)],
+    ("schedule", "rate", "batches", "step"),
+    [
+        *((name, 0.002, [], 4) for name in ("wsd", "wsd_sqrt")),
+        *((name, 0.001, [], 4) for name in ("cosine", "linear", "timm")),
+        ("cosine", 0.001, [(1, 32)], 2),
+    ],
 )
 def test_a_finished_run_that_goes_on_says_what_its_rate_does(
-    schedule, rate, data, tmp_path, capsys
+    schedule, rate, batches, step, data, tmp_path, capsys
 ):
     """A schedule of twice the length is half over."""
-    settings = [f"LR_SCHEDULE={schedule}", "EVAL_EVERY=9"]
+    settings = [f"LR_SCHEDULE={schedule}", "EVAL_EVERY=9", f"BATCH_SIZES={batches}"]
     train(data, tmp_path / "run", [*settings, "NUM_EPOCHS=1"])
     capsys.readouterr()
     train(data, tmp_path / "run", [*settings, "NUM_EPOCHS=2", "LOG.every=1"])
     said = " ".join(capsys.readouterr().out.split())
-    assert f"learning rate at step 4: {rate}, 0 by the earlier schedule" in said
+    assert f"learning rate at step {step}: {rate}, 0 by the earlier schedule" in said
     records = [record for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
-    (first,) = [record["lr"] for record in records if record["step"] == 5]
+    (first,) = [record["lr"] for record in records if record["step"] == step + 1]
     assert first == pytest.approx(rate)
 
 
-def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):
+@pytest.mark.parametrize(
+    ("batches", "stops"),
+    [
+        ([], (1, 2, 4, 6, None)),
+        # 8 steps of 8 images, 17 of 4, 4 of 16: the second and the fourth stop at a switch
+        ([(1, 8), (1, 4)], (1, 7, 9, 24, None)),
+    ],
+)
+def test_resumes_with_the_same_batches_in_another_mode(batches, stops, data, tmp_path):
     """Dropout's masks would differ between ranks."""
-    settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3"]
+    settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3", f"BATCH_SIZES={batches}"]
     run_ranks(1, train, data, tmp_path / "whole", settings)
-    for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", None)):
+    for mode, step in zip(("none", "dp2", "zero 3", "2.5d-4", "1d-2"), stops, strict=True):
         world_size, options = CASES[mode]
         own = [*settings, *(f"{key}={value!r}" for key, value in options.items())]
         if mode == "dp2":
@@ -309,6 +402,10 @@ def test_a_checkpoint_of_version_1_resumes_bit_for_bit(data, tmp_path):
     trained = content.pop("raw.safetensors")
     assert averages != trained
     state = content["trainer.json"].replace(b'"version": 2', b'"version": 1')
+    metadata = json.loads(content["config.json"])
+    for resolution in metadata["plan"]["resolutions"]:  # batches did not change
+        del resolution["total_batch"], resolution["steps"]
+    content["config.json"] = json.dumps(metadata).encode()
     content |= {"ema.safetensors": averages, "model.safetensors": trained, "trainer.json": state}
     write_checkpoint(path, content)
     files = [open_run(str(path), raw=raw).weights for raw in (False, True)]

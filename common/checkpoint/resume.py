@@ -26,7 +26,14 @@ from common.model.build import build_on_meta, state_shapes
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these, and a checkpoint replaces the
 # weights of INIT.
-FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
+FIXED = (
+    "TOTAL_BATCH_SIZE",
+    "BATCH_SIZES",
+    "SMALLEST_BATCH",
+    "SEED",
+    "OPTIMIZER.name",
+    "INIT",
+)
 # These say where, how fast and how often: they may change at every start. Global batches and crops
 # stay the same; what is drawn per micro-batch (dropout, Mixup, CutMix, the noise of
 # ERASING_MODE="pixel") changes with how they are cut.

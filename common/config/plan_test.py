@@ -19,6 +19,8 @@ CONFIG = dict(
     DECAY=0.2,
     MAX_STEPS=None,
     IMAGE_SIZES=[],
+    BATCH_SIZES=[],
+    SMALLEST_BATCH=None,
     MODEL=dict(image_size=224),
     DATA=dict(repeats=64),
     parallel=dict(tensor=dict(size=1, mode=None)),
@@ -53,12 +55,28 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
             dict(MICRO_BATCH_SIZE=256, IMAGE_SIZES=[(9, 128, 512), (1, 160), (1, 192, 10**6)]),
             8,
             dict(
-                resolutions=(
-                    Resolution(9, 128, 512, 8),
-                    Resolution(10, 160, 256, 16),
-                    Resolution(11, 192, 4096, 1),
-                    Resolution(300, 224, 256, 16),
-                )
+                resolutions=[
+                    Resolution(9, 128, 512, 8, 32768, 39),
+                    Resolution(10, 160, 256, 16, 32768, 39),
+                    Resolution(11, 192, 4096, 1, 32768, 39),
+                    Resolution(300, 224, 256, 16, 32768, 39),
+                ]
+            ),
+        ),
+        (
+            # 312, 156 and 39 steps an epoch; the micro-batches of a process's 512 are smaller
+            dict(MICRO_BATCH_SIZE=1024, BATCH_SIZES=[(2, 4096), (3, 8192)], IMAGE_SIZES=[(4, 128)]),
+            8,
+            dict(
+                resolutions=[
+                    Resolution(2, 128, 512, 1, 4096, 312),
+                    Resolution(4, 128, 1024, 1, 8192, 156),
+                    Resolution(5, 224, 1024, 1, 8192, 156),
+                    Resolution(300, 224, 1024, 4, 32768, 39),
+                ],
+                total_steps=300 * 312,  # of the smallest batch
+                warmup_steps=150 * 312,
+                last_step=2 * 312 + 3 * 156 + 295 * 39,
             ),
         ),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
@@ -124,6 +142,27 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, world_size, expected):
         ),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=32), 1, "DATA.repeats=64 is more than TOTAL_BATCH_SIZE=32: lower"),
+        (
+            dict(BATCH_SIZES=[(1, 1026)]),
+            8,
+            "^BATCH_SIZES: a batch of 1026 is not .* by 8 data.*: set it to 1024 or 1032$",
+        ),
+        (dict(BATCH_SIZES=[(1, 32)]), 8, "=64 is more than BATCH_SIZES: a batch of 32: lower it$"),
+        (
+            dict(BATCH_SIZES=[(1, 2_000_000)]),
+            8,
+            "^BATCH_SIZES: a batch of 2000000 is more than the 1281167 training images: set it",
+        ),
+        (
+            dict(BATCH_SIZES="noise", TOTAL_BATCH_SIZE=1536),
+            64,
+            "^SMALLEST_BATCH=96 is not .*=1536 halved .* by 64 .* of .768, 384, 192.$",
+        ),
+        (
+            dict(BATCH_SIZES="noise"),
+            1,
+            "^BATCH_SIZES='noise' needs several .* 2048 .* one: add .* MICRO_BATCH_SIZE=1024$",
+        ),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
     ],
 )

@@ -35,7 +35,7 @@ from common.config.model_keys import Model, Size, TimmModel, choose_model
 from common.engine.upstream import AMP_TYPE
 from common.errors import UserError
 from common.optim.build import OPTIMIZERS
-from common.optim.schedules import SCHEDULES, STABLE, count_decay_epochs
+from common.optim.schedules import BATCH_FACTORS, SCHEDULES, STABLE, count_decay_epochs
 
 Magnitude = Annotated[NonNegative, Le(10)]
 TorchvisionRandAugment = AnySequence[tuple[Natural, Magnitude]]
@@ -304,6 +304,7 @@ class Zero(Section):
     """1: shard the optimizer's state; 3: parameters and gradients too"""
 
 
+EpochsAndImages = AnySequence[tuple[Natural, Natural]]
 EpochsAndPixels = AnySequence[tuple[Natural, Size]]
 EpochsPixelsAndBatch = AnySequence[tuple[Natural, Size, Natural]]
 # One digit has to be other than 0: "0 min" would save after every step.
@@ -344,6 +345,24 @@ class Config(Section):
     )
     """side of the training images in the first epochs, and their micro-batch if another; then
     `MODEL.image_size` (docs/recipes.md)"""
+
+    BATCH_SIZES: list[EpochsAndImages] | Literal["noise"] = key(
+        [], title="list of (epochs, images), integers >= 1, or 'noise'"
+    )
+    """batches of the first epochs, over all GPUs; `TOTAL_BATCH_SIZE` afterwards; 'noise': from
+    `SMALLEST_BATCH` by doubling, as the noise scale grows. Then epochs, and with them learning
+    rate, warm-up, decay and evaluation, go by images; what counts steps counts updates of any size
+    (docs/large-batches.md)"""
+
+    BATCH_LR: Literal[*BATCH_FACTORS] = "sqrt"  # pyright: ignore[reportInvalidTypeForm]
+    """factor on the learning rate of another batch than `TOTAL_BATCH_SIZE`, by their ratio"""
+
+    SMALLEST_BATCH: Natural | None = None
+    """first batch of `BATCH_SIZES='noise'`; `None`: `TOTAL_BATCH_SIZE / 16`"""
+
+    NOISE_FACTOR: Positive = 1.0
+    """`BATCH_SIZES='noise'`: at the end of an epoch the batch doubles if the noise scale times this
+    is at least the doubled batch"""
 
     EVAL_EVERY: Natural = 1
     """epochs between evaluations; the last is always evaluated"""
@@ -522,12 +541,14 @@ class Config(Section):
                 f"{self.WARMUP_EPOCHS:g} and COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS:g} leave of "
                 f"NUM_EPOCHS={self.NUM_EPOCHS}: lower one of them"
             )
-        epochs = sum(epochs for epochs, *_ in self.IMAGE_SIZES)
-        if epochs > self.NUM_EPOCHS:
-            raise ValueError(
-                f"IMAGE_SIZES has {epochs} epochs, more than NUM_EPOCHS={self.NUM_EPOCHS}: raise "
-                "that, or give it fewer, as with --set IMAGE_SIZES=[]"
-            )
+        for name in ("IMAGE_SIZES", "BATCH_SIZES"):
+            stated = getattr(self, name)
+            epochs = 0 if stated == "noise" else sum(epochs for epochs, *_ in stated)
+            if epochs > self.NUM_EPOCHS:
+                raise ValueError(
+                    f"{name} has {epochs} epochs, more than NUM_EPOCHS={self.NUM_EPOCHS}: raise "
+                    f"that, or give it fewer, as with --set {name}=[]"
+                )
         rule = self.CLASS_WEIGHTS
         if isinstance(rule, str) and self.DATA.sampling:
             raise ValueError(
@@ -552,6 +573,11 @@ class Config(Section):
         ]
         if self.LR_SCHEDULE not in STABLE:
             wrong.append(("DECAY", "has no effect with", ["LR_SCHEDULE"]))
+        if self.BATCH_SIZES != "noise":
+            wrong += [
+                (name, "has no effect with", ["BATCH_SIZES"])
+                for name in ("SMALLEST_BATCH", "NOISE_FACTOR")
+            ]
         wrong += [
             (name, "is too large for", [limit])
             for name, exceeds, limit in LIMITS
@@ -569,6 +595,7 @@ class Config(Section):
 
 # Keys that change nothing while others have these values.
 NO_EFFECT = {
+    "BATCH_LR": {"BATCH_SIZES": []},
     "BCE_SUM": {"BCE_THRESHOLD": None},
     "EMA_WARMUP": {"EMA": 0},
     "ERASING_MODE": {"ERASING": 0},

@@ -39,7 +39,7 @@ class BatchAugment:
         self, images: Tensor, labels: Tensor, sampler: TrainSampler, epoch: int, local_sample: int
     ) -> Blended:
         """Return the batch of ``epoch`` that begins at ``local_sample`` of the rank's samples."""
-        step, row = sampler.position(local_sample)
+        step, row = sampler.position(epoch, local_sample)
         position = self.seed, epoch, step, row, len(images)
         if self.three_augment or self.color_jitter:
             augment_colors(

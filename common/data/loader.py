@@ -43,6 +43,8 @@ class Loader:
     `BatchAugment`, changes the batches of a training loader.
     """
 
+    ends_with_step = True  # for `WholeSteps`
+
     def __init__(
         self,
         sampler: TrainSampler | EvalSampler,
@@ -59,7 +61,7 @@ class Loader:
         self._pass = self._batches(0, 0)  # a generator that is not started
 
     def __len__(self) -> int:
-        """Return the number of batches per pass on this rank, at the last resolution."""
+        """Return the number of batches per pass on this rank, at full size of images and batch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -109,7 +111,7 @@ class Loader:
     def _after(self, epoch: int, done: int) -> tuple[int, int]:
         """Return the position after ``done`` samples of an epoch."""
         # The end of an epoch is the start of the next.
-        return (epoch, done) if done < self.sampler.samples_per_epoch else (epoch + 1, 0)
+        return (epoch, done) if done < self.sampler.samples_of(epoch) else (epoch + 1, 0)
 
 
 def _join(parts: Batch, sharing: Sharing, total: int) -> Batch:

@@ -63,9 +63,9 @@ class TrainSampler:
     draws of a sample are ``1 / repeats`` of the rows of its stream apart. Without blocks a stream
     is the whole batch, so that the draws fall on different ranks or micro-batches.
 
-    With ``resolutions``, an epoch has their size of images and of micro-batches, by which neither
-    the samples nor the random numbers of a global batch change. No micro-batch is smaller than
-    ``micro_batch``.
+    With ``resolutions``, an epoch has their sizes of images, batches and micro-batches. Neither the
+    samples nor the random numbers of a global batch change with images and micro-batches, nor does
+    the epoch's order with its batch, except in blocks.
 
     With ``balanced``, the labels of all samples, int [N], the order is that of `balanced_order`.
 
@@ -89,14 +89,21 @@ class TrainSampler:
     resolutions: Sequence[Resolution] = ()
     sharing: Sharing = ALONE
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self.num_samples // self.total_batch * self.total_batch
+    def batch(self, epoch: int) -> int:
+        """Return the samples of a global batch."""
+        if self.resolutions:
+            return resolution_at(self.resolutions, epoch).total_batch or self.total_batch
+        return self.total_batch
+
+    def samples_of(self, epoch: int) -> int:
+        """Return the samples of an epoch, over all ranks."""
+        batch = self.batch(epoch)
+        return self.num_samples // batch * batch
 
     def __len__(self) -> int:
-        """Return the number of micro-batches per epoch on this rank, of ``micro_batch`` samples."""
-        return self.samples_per_epoch // (self.micro_batch * self.dp_size)
+        """Return the micro-batches on this rank in an epoch of ``total_batch``, ``micro_batch``."""
+        steps = self.num_samples // self.total_batch
+        return steps * self.total_batch // (self.micro_batch * self.dp_size)
 
     def rows(self, epoch: int) -> int:
         """Return the samples of a micro-batch, on all ranks that share it."""
@@ -121,9 +128,9 @@ class TrainSampler:
         is_last = np.zeros(len(order.samples), bool)
         is_last[is_local] = _is_last(order.span_of[is_local])
         start = start_sample // self.dp_size
-        end = self.samples_per_epoch // self.dp_size
+        end = self.samples_of(epoch) // self.dp_size
         for local_sample in range(start, end, rows):
-            step, row = self.position(local_sample)
+            step, row = self.position(epoch, local_sample)
             uniforms = sample_uniforms(
                 self.seed,
                 epoch,
@@ -140,23 +147,24 @@ class TrainSampler:
                 spans = np.c_[order.spans[span_of_B], is_last[drawn]]
             yield Draw(indices, uniforms, spans, image_size)
 
-    def position(self, local_sample: int) -> tuple[int, int]:
-        """Return a sample's step and its row in the global batch.
+    def position(self, epoch: int, local_sample: int) -> tuple[int, int]:
+        """Return a sample's step in the epoch and its row in the global batch.
 
         ``local_sample`` counts this rank's samples of the epoch.
         """
-        rows_per_rank = self.total_batch // self.dp_size
+        rows_per_rank = self.batch(epoch) // self.dp_size
         step, row = divmod(local_sample, rows_per_rank)
         return step, self.dp_rank * rows_per_rank + row
 
     def _order(self, epoch: int) -> Stream:
         """Return all samples that this rank draws in an epoch, in order."""
-        steps = self.num_samples // self.total_batch
+        batch = self.batch(epoch)
+        steps = self.num_samples // batch
         count = 1
         if self.block_bounds is not None:
-            count = count_streams(len(self.block_bounds) - 1, self.window, self.total_batch)
+            count = count_streams(len(self.block_bounds) - 1, self.window, batch)
         # Stream i has the rows edges[i] to edges[i + 1] of every global batch.
-        edges = np.arange(count + 1) * self.total_batch // count
+        edges = np.arange(count + 1) * batch // count
         # Rounded up: the last of a stream's samples may be drawn fewer than ``repeats`` times.
         rows_per_stream = np.diff(edges)
         lengths = -(-steps * rows_per_stream // self.repeats)
@@ -165,7 +173,7 @@ class TrainSampler:
         samples: list[np.ndarray] = []
         span_of: list[np.ndarray] = []
         spans = [np.empty((0, 2), np.int64)]
-        rows_per_rank = self.total_batch // self.dp_size
+        rows_per_rank = batch // self.dp_size
         for number, (begin, end) in enumerate(pairwise(edges)):
             rank_of_row = np.arange(begin, end) // rows_per_rank
             is_mine = rank_of_row == self.dp_rank
@@ -218,9 +226,8 @@ class EvalSampler:
     block_bounds: np.ndarray | None = None
     sharing: Sharing = ALONE
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of a pass, over all ranks, with padding."""
+    def samples_of(self, epoch: int) -> int:
+        """Return the samples of a pass, over all ranks, with padding."""
         return len(self) * self.batch * self.dp_size
 
     def __len__(self) -> int:

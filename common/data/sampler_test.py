@@ -48,6 +48,24 @@ def global_batches(*sizes: int, epoch: int = 0, **options: object) -> tuple[np.n
     return np.hstack(indices), np.hstack(uniforms)
 
 
+@pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, {"balanced": LABELS}])
+@pytest.mark.parametrize("dp_size", [1, 2, 8])
+def test_an_epoch_of_another_batch_is_that_of_a_run_with_it(dp_size, options):
+    sizes = [Resolution(1, 8, 6, 1, 48), Resolution(2, 8, 3, 2, 24), Resolution(9, 8, 6, 2, 96)]
+    ranks = build(1000, 96, 12, dp_size, resolutions=sizes, **options)
+    for epoch, batch in enumerate((48, 24, 96)):
+        indices, uniforms = global_batches(1000, batch, batch, 1, epoch=epoch, **options)
+        for rank, sampler in enumerate(ranks):
+            own = slice(rank * batch // dp_size, (rank + 1) * batch // dp_size)
+            assert sampler.samples_of(epoch) == indices.size
+            for done in (0, 5):  # steps of the epoch
+                draws = list(sampler.draws(epoch, done * batch))
+                drawn = np.concatenate([draw.indices for draw in draws])
+                assert np.array_equal(drawn, indices[done:, own].ravel())
+                numbers = np.concatenate([draw.uniforms for draw in draws])
+                assert np.array_equal(numbers.ravel(), uniforms[done:, own].ravel())
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}, OTHER, {"balanced": LABELS}]
 )

@@ -37,6 +37,7 @@ from common.process import at_end
 
 # Optimizers whose update of a number depends on the rest of its tensor.
 OF_WHOLE_TENSORS = re.compile("lamb|lars|came|adafactor|muon|galore|lbfgs|novograd|adamp|sgdp|mars")
+HALVINGS = 10  # more than BATCH_SIZES="noise" is likely to have
 
 
 class Engine(UpstreamEngine):
@@ -214,7 +215,8 @@ LOADER_ATTRIBUTES = (
 class WholeSteps:
     """Iterate over ``loader``, a script's own, in whole groups of ``accumulation`` batches.
 
-    It has those of `LOADER_ATTRIBUTES` that ``loader`` has.
+    It has those of `LOADER_ATTRIBUTES` that ``loader`` has. The epochs of a loader with
+    ``ends_with_step``, which may be of several lengths, are whole steps already.
 
     Upstream's trainer (legacy/trainer/_trainer.py:165) never exhausts an iterator, so a loader that
     is its own iterator, such as DALI's, fails in the second pass; here it is ``reset()`` first.
@@ -241,6 +243,8 @@ class WholeSteps:
         if batches is self.loader and self._used:
             self.loader.reset()
         self._used = True
+        if getattr(self.loader, "ends_with_step", False):
+            return iter(batches)
         return islice(batches, len(self))
 
 
@@ -288,7 +292,11 @@ def initialize(
     # Before the model is wrapped in DDP: its blocks are compiled one by one.
     compiles = config.get("COMPILE", False)
     if should_compile(compiles, device.type):
-        compile_model(model, compiles, sizes=1 + len(config.get("IMAGE_SIZES", ())))
+        # Small batches may have smaller micro-batches. Those by the noise halve a few times.
+        batches = config.get("BATCH_SIZES", ())
+        batches = HALVINGS if batches == "noise" else len(batches)
+        sizes = (1 + len(config.get("IMAGE_SIZES", ()))) * (1 + batches)
+        compile_model(model, compiles, sizes=sizes)
     is_wanted = config.get("LOG", {}).get("noise_scale", False)
     noise_scale = build_noise_scale(model, step_optimizer.accumulation, is_wanted)
     lr_schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None

@@ -22,6 +22,7 @@ from common.engine.upstream import (
     UpstreamTrainer,
 )
 from common.errors import AgreedError, UserError
+from common.resolutions import Resolution, most_steps, resolution_at, schedule_step
 
 
 class Trainer(UpstreamTrainer):
@@ -33,6 +34,7 @@ class Trainer(UpstreamTrainer):
     - the last epoch is always evaluated (:328 skips it for most intervals);
     - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``, unless
       an `LRSchedulerHook` does so, by step or by epoch;
+    - epochs may have different numbers of steps (``resolutions``);
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - hooks see each sample of an evaluation once: what `get_dataloader` repeats, so that ranks have
       equal numbers, is left out of ``output`` and ``label``;
@@ -42,7 +44,9 @@ class Trainer(UpstreamTrainer):
         step: optimizer steps completed; in ``after_train_iter`` including the current one.
         cur_epoch: epochs completed; ``epoch_step``: optimizer steps completed in the current epoch.
         cur_step: micro-batches completed before the current one, as in upstream.
-        steps_per_epoch: optimizer steps in an epoch.
+        steps_per_epoch: optimizer steps in the current epoch.
+        resolutions: the steps of each epoch, and their sizes; a hook may set it in
+            ``before_train``.
         evaluated_step: the step of the last evaluation.
         update_done: whether the last micro-batch ended an optimizer step.
         learning_rate: of the last optimizer step; with layer decay, of the head.
@@ -92,7 +96,8 @@ class Trainer(UpstreamTrainer):
         self._cur_step = self.step * self.engine.optimizer.accumulation
         # Epochs before a data set grew had fewer steps. As many epochs more make up for it: the
         # training ends after as many steps as the schedule has.
-        self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
+        full_epochs = schedule_step(self.resolutions, self.step) // most_steps(self.resolutions)
+        self._max_epochs += max(0, self._cur_epoch - int(full_epochs))
         for lr_schedule, by_epoch in self._lr_schedules.items():
             done = self._cur_epoch if by_epoch else self.step
             # torch would warn of a schedule that is stepped before its optimizer.
@@ -128,13 +133,18 @@ class Trainer(UpstreamTrainer):
         """
         self._max_epochs = epochs
         self._max_steps = max_steps
+        accumulation = self.engine.optimizer.accumulation
         # Micro-batches that fill no step are left out.
-        self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
-        if not self._steps_per_epoch:
+        steps = len(train_dataloader) // accumulation
+        if not steps:
             raise UserError(
                 "the training loader has fewer batches than gradient_accumulation: lower it, or "
                 "the batch"
             )
+        # The sizes of images and micro-batches are the loader's.
+        self.resolutions: Sequence[Resolution] = [
+            Resolution(epochs, 0, 0, accumulation, steps=steps)
+        ]
         self.train_dataloader = train_dataloader
         self.test_dataloader = test_dataloader
         self._reset_states()
@@ -156,6 +166,10 @@ class Trainer(UpstreamTrainer):
                 if hasattr(part, "close"):
                     part.close()
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return resolution_at(self.resolutions, self._cur_epoch).steps
+
     def end_here(self) -> None:
         """End the training at this step, as if it were the last; for hooks."""
         self._max_steps = self.step
@@ -174,7 +188,7 @@ class Trainer(UpstreamTrainer):
 
     def _run(self, test_interval: int) -> None:
         """Train and evaluate until the end, or until a hook sets ``stopping``."""
-        if self.epoch_step >= self._steps_per_epoch:
+        if self.epoch_step >= self.steps_per_epoch:
             # The data set of a resumed run has shrunk: the loader starts the next epoch.
             self._cur_epoch += 1
             self.epoch_step = 0
@@ -183,7 +197,7 @@ class Trainer(UpstreamTrainer):
                 # First, as a resumed run may have been stopped between a step and its evaluation.
                 if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
                     self._eval(self.test_dataloader)
-                elif self._has_ended():
+                elif self.has_ended():
                     break
                 else:
                     self._train_epoch(self.train_dataloader)
@@ -202,12 +216,12 @@ class Trainer(UpstreamTrainer):
         self._call_timer("start", "Train-epoch")
         bar = tqdm(
             desc=f"[Epoch {epoch + 1} / Train]",
-            total=self._steps_per_epoch,
+            total=self.steps_per_epoch,
             initial=self.epoch_step,
             disable=self._is_silent,
         )
         # `_count_step` advances the epoch.
-        while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
+        while self._cur_epoch == epoch and not (self.stopping or self.has_ended()):
             self._train_step(batches)
             bar.update()
             # Upstream's LogMetricByStepHook sets it.
@@ -239,7 +253,7 @@ class Trainer(UpstreamTrainer):
         """Count an optimizer step, and the epoch that it ends; step the engine's schedule."""
         self.step += 1
         self.epoch_step += 1
-        if self.epoch_step == self._steps_per_epoch:
+        if self.epoch_step == self.steps_per_epoch:
             self._cur_epoch += 1
             self.epoch_step = 0
         # Read before the schedule sets the next step's rate.
@@ -323,9 +337,10 @@ class Trainer(UpstreamTrainer):
     def _is_evaluation_due(self, interval: int) -> bool:
         # `_count_step` has set `epoch_step` back to 0 where an epoch ended.
         ends_epoch = self.epoch_step == 0 and self._cur_epoch % interval == 0
-        return self.step > self.evaluated_step and (ends_epoch or self._has_ended())
+        return self.step > self.evaluated_step and (ends_epoch or self.has_ended())
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Return whether the last step is done."""
         return self._cur_epoch >= self._max_epochs or (
             self._max_steps is not None and self.step >= self._max_steps
         )

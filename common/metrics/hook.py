@@ -21,7 +21,7 @@ from common.files import Values
 from common.hardware import peak_memory
 from common.metrics.evaluation import Counts
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
-from common.resolutions import resolution_at
+from common.resolutions import resolution_at, schedule_step
 
 
 class MetricsHook(BaseHook):
@@ -60,7 +60,8 @@ class MetricsHook(BaseHook):
         self.pending: PendingRecord | None = None
         self.loggers = {}
         if is_main:
-            self.loggers = open_loggers(folder, start, plan.last_step, **logging)
+            images = self.count_images(start, plan.last_step)
+            self.loggers = open_loggers(folder, start, plan.last_step, images=images, **logging)
 
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
@@ -73,7 +74,8 @@ class MetricsHook(BaseHook):
         self.loss.zero_()
         self.steps = 0
         self.untimed = 0  # those of ``steps`` that ran before this process started
-        self.at_peak = 0.0  # seconds that the others would take at peak FLOP/s
+        self.images = 0  # of the others
+        self.at_peak = 0.0  # seconds that these would take at peak FLOP/s
         self.evaluated = 0.0  # seconds of evaluations, which are not training's time
         self.waited = trainer.data_wait
         self.clock.restart()
@@ -104,23 +106,40 @@ class MetricsHook(BaseHook):
             self.noise_scale.averages.copy_(mean)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        size = resolution_at(self.plan.resolutions, trainer.cur_epoch).image_size
-        self.step_at_peak = self.plan.total_batch / self.peak_samples_per_s[size]
-        self.size = {"image_size": size} if len(self.plan.resolutions) > 1 else {}
+        resolutions = self.plan.resolutions
+        resolution = resolution_at(resolutions, trainer.cur_epoch)
+        size = resolution.image_size
+        self.batch = resolution.total_batch or self.plan.total_batch
+        self.step_at_peak = self.batch / self.peak_samples_per_s[size]
+        self.sizes = {}
+        if len({each.image_size for each in resolutions}) > 1:
+            self.sizes["image_size"] = size
+        if self.plan.has_batches:
+            self.sizes["batch_size"] = self.batch
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
         self.steps += 1
+        self.images += self.batch
         self.at_peak += self.step_at_peak
         if self.loggers:
-            self.loggers[PROGRESS_BAR].step()
-        if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
+            before, now = self.count_images(trainer.step - 1, trainer.step) or (0, 1)
+            self.loggers[PROGRESS_BAR].step(now - before)
+        if trainer.step % self.every == 0 or trainer.has_ended():
             self._write_pending()
             self.pending = self._begin_record(trainer)
             self._restart_window(trainer)
             if self.pending.values.is_ready:
                 self._write_pending()
+
+    def count_images(self, *steps: int) -> tuple[int, ...] | None:
+        """Return the images until each of ``steps``; None where all steps have one batch."""
+        if not self.plan.has_batches:
+            return None
+        resolutions = self.plan.resolutions
+        smallest = min(resolution.total_batch for resolution in resolutions)
+        return tuple(int(schedule_step(resolutions, step) * smallest) for step in steps)
 
     def _begin_record(self, trainer: Trainer) -> "PendingRecord":
         """Return the train record of this step, whose values the device has yet to compute."""
@@ -140,6 +159,7 @@ class MetricsHook(BaseHook):
             values=HostCopy(torch.stack([value.double() for value in values.values()])),
             marks=self.clock.restart(),
             timed=self.steps - self.untimed,
+            images=self.images,
             evaluated=self.evaluated,
             at_peak=self.at_peak,
             data_wait=trainer.data_wait - self.waited,
@@ -147,7 +167,7 @@ class MetricsHook(BaseHook):
             has_phases=trainer.engine.graphs is None,
             further={
                 "lr": trainer.learning_rate,
-                **self.size,
+                **self.sizes,
                 "peak_memory_gb": peak_memory() / 1e9,
             },
         )
@@ -156,7 +176,7 @@ class MetricsHook(BaseHook):
         """Log the record that `_begin_record` began, if it is not logged yet."""
         record, self.pending = self.pending, None
         if record is not None and self.loggers:
-            self._log(record.finish(self.clock, self.plan.total_batch))
+            self._log(record.finish(self.clock))
 
     def before_test(self, trainer: Trainer) -> None:
         if trainer.device.type == "cuda":
@@ -182,7 +202,10 @@ class MetricsHook(BaseHook):
 
     def _head(self, kind: str, trainer: Trainer) -> dict[str, Any]:
         """Return what every record begins with."""
-        epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
+        step: float = trainer.step
+        if self.plan.has_batches:
+            step = schedule_step(self.plan.resolutions, trainer.step)
+        epoch = round(step / self.plan.steps_per_epoch, 4)
         return {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -211,19 +234,20 @@ class PendingRecord:
     values: HostCopy  # of these names
     marks: "Marks"
     timed: int  # steps that ran in this process
+    images: int  # of these
     evaluated: float  # seconds in evaluations
     at_peak: float  # seconds that the steps would take at peak FLOP/s
     data_wait: float  # seconds
     has_phases: bool
     further: dict[str, float]
 
-    def finish(self, clock: "PhaseClock", total_batch: int) -> dict[str, Any]:
+    def finish(self, clock: "PhaseClock") -> dict[str, Any]:
         """Return the record; wait until the device has come to it."""
         values = dict(zip(self.names, self.values.read().tolist(), strict=True))
         phases = clock.measure(self.marks)
         elapsed = sum(phases.values()) - self.evaluated
         rates = {
-            "samples_per_s": self.timed * total_batch / elapsed,
+            "samples_per_s": self.images / elapsed,
             "mfu": self.at_peak / elapsed,
             "data_wait": self.data_wait / elapsed,
         }

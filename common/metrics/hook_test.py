@@ -37,7 +37,13 @@ def tick() -> float:
 
 
 PLAN = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
-PLAN = replace(PLAN, resolutions=(Resolution(1, 8, 4, 2), Resolution(2, 16, 4, 2)))
+# The third, with another batch, is not reached.
+SIZES = [
+    Resolution(1, 8, 4, 2, 8, 3),
+    Resolution(2, 16, 4, 2, 8, 3),
+    Resolution(3, 16, 4, 4, 16, 1),
+]
+PLAN = replace(PLAN, resolutions=SIZES)
 
 
 @dataclass

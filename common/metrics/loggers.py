@@ -31,18 +31,20 @@ def open_loggers(
     tensorboard: bool,
     trackers: Iterable[str],
     best: str = "top1",
+    images: tuple[int, ...] | None = None,
 ) -> dict[str, "Guarded"]:
     """Return the loggers of a run by name.
 
     ``folder`` contains config.json; ``start``: optimizer steps completed before; ``best``: the
-    config's BEST.
+    config's BEST; ``images``: done before and of the whole run, where steps have several batches.
     """
     builders: dict[str, Callable[..., Any]] = {"metrics.jsonl": JsonLines, "curves": Curves}
     if tensorboard:
         builders["tensorboard"] = TensorBoard
     for name in trackers:
         builders[name] = LOGGERS[name]
-    builders[PROGRESS_BAR] = partial(ProgressBar, best=best)  # built last: it starts its clock
+    # built last: it starts its clock
+    builders[PROGRESS_BAR] = partial(ProgressBar, best=best, images=images)
     return {
         name: Guarded(name, partial(build, folder, start, total_steps))
         for name, build in builders.items()
@@ -74,9 +76,9 @@ class Guarded:
         if self.logger:
             self._attempt(self.logger, metrics)
 
-    def step(self) -> None:
+    def step(self, count: int = 1) -> None:
         if self.logger:
-            self._attempt(self.logger.step)
+            self._attempt(self.logger.step, count)
 
     def close(self, failed: bool = False) -> None:
         """Close the logger, once; one that has an ``abort`` learns that the training ``failed``."""
@@ -210,8 +212,17 @@ class ProgressBar:
     at the end. Each evaluation prints a line of its own, with the metric ``best``.
     """
 
-    def __init__(self, folder: Path, start: int, total_steps: int, best: str = "top1"):
+    def __init__(
+        self,
+        folder: Path,
+        start: int,
+        total_steps: int,
+        best: str = "top1",
+        images: tuple[int, ...] | None = None,
+    ):
         self.best = best
+        done, total = images or (start, total_steps)
+        unit = " images" if images else "step"
         # tqdm's own lock is shared with forked processes, and a killed one may never release it
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
@@ -219,12 +230,12 @@ class ProgressBar:
             # no bar and no steps/s, to leave room for the metrics
             short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
-        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
+        self.bar = tqdm(total=total, initial=done, unit=unit, maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
-    def step(self) -> None:
-        """Count a step."""
-        self.bar.update()
+    def step(self, count: int = 1) -> None:
+        """Count a step, or the images of one."""
+        self.bar.update(count)
 
     def __call__(self, metrics: Metrics) -> None:
         if metrics["kind"] == "train":

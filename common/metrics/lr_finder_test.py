@@ -81,7 +81,8 @@ def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
 
 def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(RECORDINGS, "cpu", TapeRecording)
-    settings = "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 14)]"  # the whole batch at once
+    # the whole batch at once, of TOTAL_BATCH_SIZE
+    settings = "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8, 14)]", "BATCH_SIZES=[(1, 7)]"
     output = train(data, tmp_path / "run", *settings, "GRAPHS=True", flags=["--profile", "2"])
     events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]

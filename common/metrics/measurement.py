@@ -37,7 +37,7 @@ class Measurement(BaseHook):
             epochs=steps,
             last_step=steps,
             total_steps=max(steps, plan.total_steps),
-            resolutions=(replace(plan.resolutions[self.phase], end=steps),),
+            resolutions=[replace(plan.resolutions[self.phase], end=steps)],
         )
 
     def before_train(self, trainer: Trainer) -> None:

@@ -86,6 +86,8 @@ CHARTS = {
     "grad_norm": Chart("Gradient norm before clipping"),
     # Pixels of a side in the last step, where IMAGE_SIZES changes it.
     "image_size": Chart("Side of the training images, pixels"),
+    # Images of the last step, over all GPUs, where BATCH_SIZES changes it.
+    "batch_size": Chart("Images of a step"),
     # Images, averaged over about 100 steps. null: above any number. Missing where all steps are
     # single micro-batches.
     "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),

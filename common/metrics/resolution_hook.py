@@ -1,4 +1,4 @@
-"""The hook of images that grow while training."""
+"""The hook of images and batches that change while training."""
 
 from common.config.plan import Plan
 from common.engine.compiler import count_graphs
@@ -9,7 +9,7 @@ from common.text import counted, print_wrapped
 
 
 class ResolutionHook(BaseHook):
-    """Set how many micro-batches make a step of each epoch; say from where images have a new size.
+    """Set how many micro-batches make a step of each epoch; say from where its sizes are new.
 
     Rank 0, where ``is_main``, says so after the first step, with the graphs compiled for it.
     """
@@ -17,10 +17,14 @@ class ResolutionHook(BaseHook):
     def __init__(self, plan: Plan, is_main: bool):
         super().__init__(priority=-1)  # before the hooks that count micro-batches
         self.resolutions = plan.resolutions
+        self.has_batches = plan.has_batches
         self.is_main = is_main and len(plan.resolutions) > 1
         self.current: Resolution | None = None
         self.is_new = False
         self.graphs = 0
+
+    def before_train(self, trainer: Trainer) -> None:
+        trainer.resolutions = self.resolutions
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         resolution = resolution_at(self.resolutions, trainer.cur_epoch)
@@ -35,9 +39,10 @@ class ResolutionHook(BaseHook):
         self.is_new = False
         if self.is_main:
             size = self.current.image_size
+            batch = f"batches of {self.current.total_batch:,}, " if self.has_batches else ""
             graphs = count_graphs() - self.graphs
             compiled = f", {counted(graphs, 'graph')} compiled" if graphs else ""
             print_wrapped(
-                f"from step {trainer.step:,}: {size} x {size} pixels in micro-batches of "
+                f"from step {trainer.step:,}: {batch}{size} x {size} pixels in micro-batches of "
                 f"{self.current.micro_batch}{compiled}"
             )

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.model.build import build_model, timm_arguments
 from common.optim.build import OPTIMIZERS, build_optimizer
 from common.optim.lamb import Lamb
-from common.optim.schedules import build_lr_scheduler
+from common.optim.schedules import build_factor, build_lr_scheduler
 
 PEAK = 1.8e-2
 TINY = {"image_size": 8, "patch_size": 4, "width": 48, "depth": 11, "heads": 2, "num_classes": 3}
@@ -158,6 +158,12 @@ DEFAULTS = [
     ("lamb", TimmLamb, ("betas",)),
     ("sgd", SGD, ("dampening", "nesterov")),
 ]
+
+
+def test_a_step_of_a_larger_batch_at_the_end_of_a_warm_up_has_the_peak():
+    """It begins between two steps of the smallest batch, which the schedule counts."""
+    factor = build_factor(PEAK, "cosine", 100, 10)
+    assert [factor(step) for step in (8.5, 9.75, 10)] == [0.95, 1, 1]
 
 
 def test_every_optimizer_has_a_reference():

@@ -1,7 +1,8 @@
 """Schedules of the learning rate: a linear warm-up, then a decay, at once or after a stable phase.
 
 A schedule is a function of the optimizer step, counted from 0, and of the numbers of all and of
-warm-up steps. It returns a fraction of the peak.
+warm-up steps. It returns a fraction of the peak. Where steps have several batches, its steps are
+those of the smallest, and a step may be a fraction.
 """
 
 import math
@@ -13,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from common.errors import UserError
 
-Schedule = Callable[[int, int, int], float]
+Schedule = Callable[[float, int, int], float]
 
 
-def linear(step: int, total_steps: int, warmup_steps: int) -> float:
+def linear(step: float, total_steps: int, warmup_steps: int) -> float:
     """Return Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at
     the last.
     """
@@ -25,7 +26,7 @@ def linear(step: int, total_steps: int, warmup_steps: int) -> float:
     return 1 - _progress(step, total_steps, warmup_steps)
 
 
-def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
+def cosine(step: float, total_steps: int, warmup_steps: int) -> float:
     """Return Colossal-AI's CosineAnnealingWarmupLR without its overshoot of the peak, which
     `upstream` repairs.
 
@@ -36,14 +37,14 @@ def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * _progress(step, total_steps, warmup_steps)))
 
 
-def timm(step: int, total_steps: int, warmup_steps: int) -> float:
+def timm(step: float, total_steps: int, warmup_steps: int) -> float:
     """Return timm's CosineLRScheduler without `warmup_prefix`: the cosine begins at step 0, and
     the warm-up replaces its first steps.
     """
     return step / warmup_steps if step < warmup_steps else cosine(step, total_steps, 0)
 
 
-def linear_to_sqrt(step: int, total_steps: int, warmup_steps: int) -> float:
+def linear_to_sqrt(step: float, total_steps: int, warmup_steps: int) -> float:
     """Return the warm-up of `linear`, then 1 - sqrt(t) of the decay's progress t (arXiv
     2405.18392).
     """
@@ -52,7 +53,7 @@ def linear_to_sqrt(step: int, total_steps: int, warmup_steps: int) -> float:
     return 1 - math.sqrt(_progress(step, total_steps, warmup_steps))
 
 
-def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
+def _progress(step: float, total_steps: int, warmup_steps: int) -> float:
     """Return the fraction of the decay that is over."""
     # At most 1: a schedule is stepped after the last step too, and in a cool-down.
     return min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
@@ -67,6 +68,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 # Warm-up, stable, decay: these stay at the peak until the last ``decay_steps``.
 STABLE = ("wsd", "wsd_sqrt")
+# Factors on the rate of a step, by the ratio of its batch to the full one: BATCH_LR.
+BATCH_FACTORS: dict[str, Callable[[float], float]] = {
+    "sqrt": math.sqrt,
+    "linear": float,
+    "none": lambda ratio: 1.0,
+}
 
 
 def count_decay_epochs(name: str, decay: float, epochs: int) -> float:
@@ -96,7 +103,7 @@ def build_factor(
     min_lr: float = 0.0,
     warmup_lr: float | None = None,
     decay_steps: int = 0,
-) -> Callable[[int], float]:
+) -> Callable[[float], float]:
     """Return the function that gives the fraction of ``peak`` at a step.
 
     ``name`` is a key of `SCHEDULES`. It decays to ``min_lr``, and stays there for the last
@@ -111,12 +118,13 @@ def build_factor(
     # A decay after a stable phase is that of a schedule whose warm-up ends with that phase.
     begin = end - decay_steps if decay_steps else warmup_steps
 
-    def factor(step: int) -> float:
+    def factor(step: float) -> float:
         # MIN_LR bounds the decay alone: a warm-up may begin below it.
         if step >= warmup_steps:
             return low + (1 - low) * schedule(max(step, begin), end, begin)
         if warmup_lr is None:
-            return schedule(step, end, warmup_steps)
+            # At most 1: steps of several batches may begin between two of the schedule.
+            return min(schedule(step, end, warmup_steps), 1.0)
         return (warmup_lr + (peak - warmup_lr) * step / warmup_steps) / peak
 
     return factor

@@ -49,6 +49,8 @@ def _check_resolutions(run: Prepared) -> None:
         check_tensor_parallel(run.config["parallel"], model, resolution.micro_batch)
         if resolution.micro_batch == 1:
             _check_single_image(run, resolution.image_size)
+    # of TOTAL_BATCH_SIZE, to which BATCH_SIZES="noise" may come
+    check_tensor_parallel(run.config["parallel"], model, run.plan.micro_batch)
 
 
 def _check_single_image(run: Prepared, size: int) -> None:

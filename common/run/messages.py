@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from common.checkpoint.content import read_config, read_metadata, read_trainer_state
-from common.config.plan import Plan, describe_rate
+from common.config.plan import Plan, describe_rate, rate_factor
 from common.errors import UserError
 from common.files import Values
 from common.optim.schedules import build_factor
 from common.planner.cluster import DECODE, cluster_here, parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
+from common.resolutions import schedule_step
 from common.run.checks import Prepared, check_init
 from common.run.reading_order import choose_order
 from common.run.start_warnings import (
@@ -84,7 +85,7 @@ def announce(
         and f"DATA={ignored} in the environment is not used, because the config sets "
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
-        f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
+        _describe_steps(plan),
         f"{config['OPTIMIZER']['name']}, learning rate {describe_rate(config, plan)}",
         start_from and describe_rate_change(start_from, config, plan),
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
@@ -95,6 +96,13 @@ def announce(
         print_wrapped(line)
 
 
+def _describe_steps(plan: Plan) -> str:
+    steps = f"{plan.last_step:,} of {plan.count_steps(plan.total_steps):,} steps"
+    if not plan.has_batches:
+        return f"{steps}, {plan.steps_per_epoch:,} per epoch"
+    return f"{steps} of several batches"
+
+
 def describe_rate_change(start_from: Path, config: Values, plan: Plan) -> str:
     """Return what a changed schedule does to the rate at the checkpoint ``start_from``, else ""."""
     metadata = read_metadata(start_from)
@@ -102,8 +110,13 @@ def describe_rate_change(start_from: Path, config: Values, plan: Plan) -> str:
     now = _schedule_of(config, plan)
     if before == now:
         return ""
-    step = read_trainer_state(start_from)["trainer"]["step"]
-    rates = [f"{each[0] * build_factor(*each)(step):.3g}" for each in (before, now)]
+    trained = read_trainer_state(start_from)["trainer"]
+    step = trained["step"]
+    position: float = step
+    if plan.has_batches:
+        position = schedule_step(plan.resolutions, step)
+    factor = rate_factor(config, plan, trained["epoch"])
+    rates = [f"{factor * each[0] * build_factor(*each)(position):.3g}" for each in (before, now)]
     earlier = "as" if rates[0] == rates[1] else rates[0]
     return f"learning rate at step {step:,}: {rates[1]}, {earlier} by the earlier schedule"
 

@@ -37,6 +37,8 @@ def prepare_run(args: Namespace, launch: Launch, task: Task) -> Prepared:
     for everything that would fail later.
     """
     config = _read(args, task)
+    if args.measures:  # at TOTAL_BATCH_SIZE, for which LEARNING_RATE is
+        config["BATCH_SIZES"] = []
     images = _find_images(args, config, task)
     classes = _count_classes(config, images.summary)
     plan = _plan(args, launch, config, images.summary)
@@ -54,6 +56,8 @@ def prepare_run(args: Namespace, launch: Launch, task: Task) -> Prepared:
         "TOTAL_BATCH_SIZE": plan.total_batch,
         "gradient_accumulation": plan.accumulation,
     }
+    if config["BATCH_SIZES"] == "noise":
+        config["LOG"] = config["LOG"] | {"noise_scale": True}
     plan = replace(plan, dtype=name_dtype(precision.dtype))
     prepared = Prepared(config, plan, images.summary, precision)
     # A dry run may be for another machine.

@@ -158,8 +158,10 @@ class Replay(Measurement):
         self.start_from = start_from
         if self.is_main:
             start = metadata["starts"][-1]["step"]
+            end = self.total_steps
+            images = metrics.count_images(start, end)
             loggers = {
-                PROGRESS_BAR: lambda: ProgressBar(self.folder, start, self.total_steps),
+                PROGRESS_BAR: lambda: ProgressBar(self.folder, start, end, images=images),
                 "record": lambda: Comparison(self.folder, self.compared),
             }
             metrics.loggers = {name: Guarded(name, build) for name, build in loggers.items()}

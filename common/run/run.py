@@ -25,6 +25,7 @@ from common.errors import UserError
 from common.files import ROOT, own_file, short_path
 from common.launch.signals import signal_name, stop_signals
 from common.locks import unlock_folder
+from common.metrics.batch_hook import BatchHook
 from common.metrics.evaluation import metric_value
 from common.metrics.hook import MetricsHook
 from common.metrics.measurement import Measurement
@@ -109,15 +110,17 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
-        resolutions = ResolutionHook(self.plan, self.is_main)
+        config = self.metadata["config"]
+        sizes: list[BaseHook] = [ResolutionHook(self.plan, self.is_main)]
+        if self.plan.has_batches:
+            sizes.append(BatchHook(self.plan, self.metadata, self.is_main))
         if isinstance(self.measurement, Replay):
             metrics = self._build_metrics(is_main=False)
             self.measurement.attach(model, optimizer, metrics, self.metadata, self.start_from)
-            return [resolutions, metrics, self.measurement]
+            return [*sizes, metrics, self.measurement]
         # A measurement leaves no record and no checkpoint.
         if self.measurement:
-            return [resolutions, self.measurement]
-        config = self.metadata["config"]
+            return [*sizes, self.measurement]
         if self.is_main:
             write_start(self.output, self.metadata, self.start_from)
         metrics = self._build_metrics(self.is_main)
@@ -133,7 +136,7 @@ class Run:
             start_from=self.start_from,
             averages=ema.averages if ema else None,
         )
-        hooks = resolutions, metrics, ema, checkpoints
+        hooks = *sizes, metrics, ema, checkpoints
         return [hook for hook in hooks if hook is not None]
 
     def _build_metrics(self, is_main: bool) -> MetricsHook:
@@ -173,8 +176,10 @@ class Run:
         folder = self.output / "checkpoints"
         checkpoint = newest_checkpoint(folder)
         ended = self.metadata["plan"]["last_step"]
-        is_early = self.is_main and ended < self.plan.last_step
-        if is_early:  # as the checkpoint's: that it is finished
+        # A batch that grew by BATCH_SIZES="noise" made the run shorter.
+        planned = min(self.plan.last_step, self.plan.count_steps(self.plan.total_steps))
+        # as the checkpoint's: that it is finished
+        if self.is_main and not self.measurement and ended < self.plan.last_step:
             write_config(self.output, self.metadata)
         stopped = stop_signals.agreed
         stop_signals.restore()
@@ -190,9 +195,9 @@ class Run:
             return
         shown = short_path(self.output)
         config = self.metadata["config"]
-        if is_early:
+        if ended < planned:
             why = f"{config['PATIENCE']} evaluations without a better {config['BEST']} (PATIENCE)"
-            print(f"ended        at step {ended:,} of {self.plan.last_step:,}: {why}")
+            print(f"ended        at step {ended:,} of {planned:,}: {why}")
         print(f"curves       {shown}/loss.jpeg\n             {shown}/acc.jpeg")
         print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")

@@ -71,7 +71,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     # Memory, by which the order is chosen, may differ between hosts.
     origin = begin.checkpoint or (output if args.replay else None)
     reading = ask_first_rank(lambda: choose_order(prepared, origin))
-    plan = replace(prepared.plan, order=reading.order)
+    plan = replace(begin.plan, order=reading.order)
     measurement = _build_measurement(args, output, is_main)
     if measurement:
         plan = measurement.limit(plan)

@@ -1,6 +1,7 @@
 """Where a run begins: at step 0, at a checkpoint, or not at all."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from common.checkpoint.resume import (
     finished_step,
 )
 from common.checkpoint.save import checkpoint_path, find_best, list_checkpoints
-from common.config.plan import Plan
+from common.config.plan import BatchCut, Plan
 from common.errors import UserError
 from common.locks import lock_folder, unlock_folder
 from common.run.checks import Prepared, check_init
@@ -29,6 +30,7 @@ STABLE_KEYS = ("NUM_EPOCHS", "DECAY", "LR_SCHEDULE")
 class StartPoint(NamedTuple):
     """Where a run begins: at a checkpoint, or at step 0 without one."""
 
+    plan: Plan
     checkpoint: Path | None = None
     finished: str = ""  # why there is nothing to train
 
@@ -46,7 +48,7 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
         # Not locked: the run may go on meanwhile.
         check_data(origin or output, prepared.data, args.allow_change)  # pyright: ignore[reportArgumentType]
         check_changes(origin or output, config, output, args.allow_change)
-        return StartPoint(origin)
+        return StartPoint(_continue_plan(origin, prepared), origin)
     is_new = not (output / CONFIG).exists()
     # This goes before the lock, which creates the folder.
     if is_new and args.resume in (AUTO, NEVER):  # an existing run is past its INIT
@@ -54,14 +56,15 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
     lock_folder(output)  # Another run might remove the checkpoints that are read below.
     # A measurement starts at step 0, whatever the folder holds.
     if args.measures:
-        return StartPoint()
+        return StartPoint(plan)
     path = choose_checkpoint(args.resume, output)
     if path is None:
         if not is_new:
             _refuse_finished_record(output)
-        return StartPoint()
+        return StartPoint(plan)
+    plan = _continue_plan(path, prepared)
     check_data(path, prepared.data, args.allow_change)  # pyright: ignore[reportArgumentType]
-    longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+    longer = "MAX_STEPS" if plan.last_step < plan.count_steps(plan.total_steps) else "NUM_EPOCHS"
     # A branch begins at another run's checkpoint, after which that run may have ended.
     is_branch = not path.is_relative_to(output)
     allowed = [*args.allow_change]
@@ -74,7 +77,7 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
         unlock_folder(output)
         limit = longer if finished >= plan.last_step else "PATIENCE"
         remedy = f"--set {limit}=N (now {config[limit]})"
-        return StartPoint(path, _describe_finished(output, finished, config["BEST"], remedy))
+        return StartPoint(plan, path, _describe_finished(output, finished, config["BEST"], remedy))
     step = read_trainer_state(path)["trainer"]["step"]
     # a branch has to have a step of its own
     if step + is_branch > plan.last_step:
@@ -82,7 +85,20 @@ def lock_and_find_start(output: Path, args: Namespace, prepared: Prepared) -> St
             f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
             "raise it"
         )
-    return StartPoint(path)
+    return StartPoint(plan, path)
+
+
+def _continue_plan(path: Path | None, prepared: Prepared) -> Plan:
+    """Return the plan, with the batches that BATCH_SIZES="noise" had up to a checkpoint."""
+    config, plan = prepared.config, prepared.plan
+    if path is None or config["BATCH_SIZES"] != "noise":
+        return plan
+    then = Plan.from_dict(read_metadata(path)["plan"])
+    batches = [(each.end, each.total_batch) for each in then.resolutions]
+    batches[-1] = config["NUM_EPOCHS"], batches[-1][1]
+    train_samples = prepared.data.train_samples  # pyright: ignore[reportOptionalMemberAccess]
+    resolutions = BatchCut.of_plan(config, plan, train_samples).resolutions(batches)
+    return replace(plan, resolutions=resolutions).with_steps(config["MAX_STEPS"])
 
 
 def is_stable(path: Path, plan: Plan, *, is_branch: bool) -> bool:
@@ -94,7 +110,7 @@ def is_stable(path: Path, plan: Plan, *, is_branch: bool) -> bool:
     then = Plan.from_dict(read_metadata(path)["plan"])
     if not (then.decay_steps and plan.decay_steps):
         return False
-    before, now = ((each.decay_start, each.decay_steps) for each in (then, plan))
+    before, now = ((each.count_steps(each.decay_start), each.decay_steps) for each in (then, plan))
     end = min(before, now)[0]
     step = read_trainer_state(path)["trainer"]["step"]
     if step <= end:

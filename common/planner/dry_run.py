@@ -19,12 +19,18 @@ from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image, peak_flops
 from common.planner.cluster import DECODE, LATENCY, Cluster
+from common.planner.phases import (
+    count_seconds,
+    describe_batch,
+    format_time,
+    print_batches,
+    show_range,
+)
 from common.planner.prediction import ASSUMED_MFU, NCCL_BUFFERS, USABLE, Phase, Planner, Prediction
 from common.resolutions import resolution_at
 from common.text import counted, format_table, print_wrapped
 
 INDENT = 23  # columns of a title; values begin after them
-UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 DEFAULTS = {name: field.default for name, field in known_keys().items()}
 DEFAULTS |= flatten({"parallel": resolve_parallel(None, 1)})
 
@@ -51,7 +57,10 @@ def print_dry_run(
     rows = _describe_plan(config, plan, data)
     phases = planner.predict_phases(prediction)
     # The phase of full size needs most, unless smaller images have larger micro-batches.
-    largest = max((phase.prediction for phase in phases), key=lambda each: each.memory)
+    predictions = [phase.prediction for phase in phases]
+    if config["BATCH_SIZES"] == "noise":  # the batch may become the full one
+        predictions.append(prediction)
+    largest = max(predictions, key=lambda each: each.memory)
     rows["memory per GPU"] = _describe_memory(largest, cluster)
     if not is_compared:
         rows["time"] = (
@@ -66,7 +75,9 @@ def print_dry_run(
     for name, value in rows.items():
         if value:
             print_wrapped(f"{name:<{INDENT}}{value}", INDENT)
-    if len(plan.resolutions) > 1:
+    if config["BATCH_SIZES"]:
+        print_batches(planner, prediction, images, is_compared=is_compared)
+    elif len(plan.resolutions) > 1:
         _print_phases(config, phases, prediction, images)
     _print_changed_keys(config)
     if is_compared:
@@ -77,11 +88,11 @@ def _print_phases(config: Values, phases: Sequence[Phase], full: Prediction, ima
     """Print a table of the sizes of images, and what they save."""
     rows = []
     for phase in phases:
-        time = _format_time(*_count_seconds([phase], images))
+        time = format_time(*count_seconds([phase], images))
         row = {
             "epochs": f"{phase.begin + 1}-{phase.end}",
             "pixels": phase.image_size,
-            "batch": _describe_batch(phase.prediction),
+            "batch": describe_batch(phase.prediction),
             "GFLOP/image": f"{_count_flops(config, [phase]) / phase.epochs / 1e9:.3g}",
             "GB": f"{phase.prediction.memory / 1e9:.2f}",
             "time": f"*{time}" if phase.prediction.waits else time,
@@ -92,7 +103,7 @@ def _print_phases(config: Values, phases: Sequence[Phase], full: Prediction, ima
     # The same epochs, all at MODEL's size.
     without = [Phase(0, phases[-1].end, config["MODEL"]["image_size"], full)]
     for way in (phases, without):
-        time = _format_time(*_count_seconds(way, images))
+        time = format_time(*count_seconds(way, images))
         if not torch.cuda.is_available():
             time = f"{time} (on this CPU at least {_least_time(config, way, images)})"
         totals.append(f"{images * _count_flops(config, way) / 1e15:,.2f} PFLOP, {time}")
@@ -139,11 +150,12 @@ def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict
         f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes"
     )
-    end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
-    steps = (
-        f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, "
-        f"{plan.warmup_steps:,} of warm-up"
-    )
+    planned = plan.count_steps(plan.total_steps)
+    end = f"; ends after {plan.last_step:,}" if plan.last_step < planned else ""
+    steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}"
+    if plan.has_batches:
+        steps = f"{planned:,} of several batches"
+    steps += f", {plan.count_steps(plan.warmup_steps):,} of warm-up"
     rows |= {"data": images, "validation": data.validation, "steps": steps + end}
     return rows | {"learning rate": describe_rate(config, plan)}
 
@@ -171,22 +183,36 @@ def describe_options(config: Values, plan: Plan, data: DataSummary | None) -> di
         transform = ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
         rows["MODEL.timm"] = f"{name}, image_size={config['MODEL']['image_size']}, {transform}"
     if config["IMAGE_SIZES"]:
-        sizes = [
-            f"{resolution.image_size} pixels to epoch {resolution.end}"
-            for resolution in plan.resolutions
-            # There may be no epochs left for the full size.
-            if resolution is resolution_at(plan.resolutions, resolution.end - 1)
-        ]
+        sizes = _list_ends(plan, "image_size", "pixels")
         # A range test or a profile has one size.
         if len(sizes) == 1:
             sizes = [f"{plan.resolutions[0].image_size} pixels in all steps"]
         rows["IMAGE_SIZES"] = f"{', '.join(sizes)}; evaluation at full size"
+    if config["BATCH_SIZES"] and plan.has_batches:
+        batches = ", ".join(_list_ends(plan, "total_batch", "images"))
+        if config["BATCH_SIZES"] == "noise":
+            batches += f", or sooner up to {plan.total_batch:,} as the noise scale grows"
+        rows["BATCH_SIZES"] = batches
     if config["EMA"]:
         rows["EMA"] = (
             f"evaluation uses averages over about {1 / (1 - config['EMA']):,.0f} steps; "
             "evaluate.py --raw uses the weights"
         )
     return rows
+
+
+def _list_ends(plan: Plan, name: str, unit: str) -> list[str]:
+    """Return the values of a resolution's field and the epochs at their ends."""
+    ends: list[tuple[int, int]] = []
+    for resolution in plan.resolutions:
+        # There may be no epochs left for the full size.
+        if resolution is not resolution_at(plan.resolutions, resolution.end - 1):
+            continue
+        value = getattr(resolution, name)
+        if ends and ends[-1][0] == value:
+            ends.pop()
+        ends.append((value, resolution.end))
+    return [f"{value:,} {unit} to epoch {end}" for value, end in ends]
 
 
 def _describe_precision(config: Values, plan: Plan) -> str:
@@ -246,45 +272,23 @@ def _print_modes(planner: Planner, images: int) -> None:
         return
     # Compared by the slower time: it is not certain that sending overlaps with computing.
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
-    print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
+    print(f"fastest that fits: {best.mode}, {show_range(best.images_per_s, ',.0f')} images/s")
     phases = planner.predict_phases(best)
     print_wrapped(f"{_describe_time(phases, images)}, without evaluation")
 
 
 def _describe_time(phases: Sequence[Phase], images: int) -> str:
     """Return how long the training of the plan takes."""
-    time = _format_time(*_count_seconds(phases, images))
+    time = format_time(*count_seconds(phases, images))
     limit = " (the host's limit)" if all(phase.prediction.waits for phase in phases) else ""
     return f"{phases[-1].end} epochs of {images:,} images: {time}{limit}"
-
-
-def _count_seconds(phases: Sequence[Phase], images: int) -> tuple[float, float]:
-    """Return the seconds of the best and of the worst case."""
-    fast = 0.0
-    slow = 0.0
-    for phase in phases:
-        steps = phase.epochs * images / phase.prediction.total_batch
-        fast += steps * phase.prediction.fastest_step
-        slow += steps * phase.prediction.slowest_step
-    return fast, slow
-
-
-def _describe_batch(prediction: Prediction) -> str:
-    return f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}"
 
 
 def _least_time(config: Values, phases: Sequence[Phase], images: int) -> str:
     """Return the time of training on this CPU at its peak."""
     peak = peak_flops(torch.device("cpu"), compute_dtype(config["fp16"], "cpu"))
     seconds = images * _count_flops(config, phases) / peak
-    return _format_time(seconds, seconds)
-
-
-def _format_time(low: float, high: float) -> str:
-    """Return a range of seconds in the largest unit that ``low`` has one of."""
-    unit = next((unit for unit, size in UNITS.items() if low >= size), "seconds")
-    times = [low / UNITS[unit], high / UNITS[unit]]
-    return f"{_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}"
+    return format_time(seconds, seconds)
 
 
 def _assumptions(planner: Planner) -> list[str]:
@@ -298,8 +302,8 @@ def _assumptions(planner: Planner) -> list[str]:
         rates = [teraflops, teraflops * planner.speedup]
         shares = [ASSUMED_MFU, ASSUMED_MFU * planner.speedup]
         speed = (
-            f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak "
-            f"of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
+            f"A GPU computes {show_range(rates, ',.0f')} TFLOP/s: {show_range(shares, '.0%')} of "
+            f"the peak of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
         )
         if planner.speedup > 1:
             of_shards = " With a shard of the model, which is not compiled, it is the lower rate."
@@ -334,7 +338,7 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     inside, between = cluster.sent(estimate.nbytes)
     row = {
         "mode": prediction.mode,
-        "batch": _describe_batch(prediction),
+        "batch": describe_batch(prediction),
         "GB": f"{prediction.memory / 1e9:.2f}",
         "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
         "step ms": "does not fit",
@@ -343,12 +347,6 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     if prediction.fits:
         times = [1e3 * prediction.fastest_step, 1e3 * prediction.slowest_step]
         mark = "*" if prediction.waits else ""
-        row["step ms"] = f"{mark}{_range(times, ',.0f')}"
-        row["images/s"] = _range(prediction.images_per_s, ",.0f")
+        row["step ms"] = f"{mark}{show_range(times, ',.0f')}"
+        row["images/s"] = show_range(prediction.images_per_s, ",.0f")
     return row
-
-
-def _range(values: Sequence[float], form: str) -> str:
-    """Return two values as "1-2", one where both read the same."""
-    low, high = (format(value, form) for value in values)
-    return low if low == high else f"{low}-{high}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.config.plan import Plan
+from common.config.plan import Plan, largest_divisor
 from common.engine.amp import compute_dtype, name_dtype
 from common.engine.compiler import check_compile
 from common.engine.tensor_parallel.layout import SHAPES, check_tensor_parallel, side_of
@@ -155,26 +155,45 @@ class Planner:
         zero_options = {"stage": zero} if zero else None
         return {**self.config, "parallel": {"tensor": tensor}, "zero": zero_options}
 
-    def predict_phases(self, full: Prediction) -> list[Phase]:
-        """Return the phases of a run, given the prediction for images of MODEL's size."""
+    def predict_phases(self, full: Prediction, batch: int | None = None) -> list[Phase]:
+        """Return the phases of a run, given the prediction for MODEL's size and TOTAL_BATCH_SIZE.
+
+        With ``batch`` all have this batch.
+        """
         config = self._split_config(full.tensor, full.zero)
-        samples = full.micro_batch * full.accumulation
         phases = []
         begin = 0
         for resolution in self.plan.resolutions:
-            micro_batch = full.micro_batch
+            samples = full.micro_batch * full.accumulation
+            total = batch or resolution.total_batch or self.plan.total_batch
+            if total != self.plan.total_batch:
+                samples = max(1, total // full.data_parallel)
+            micro_batch = largest_divisor(samples, full.micro_batch)
             # The stated micro-batch of smaller images is kept if it fits this way to split.
             is_larger = resolution.micro_batch > self.plan.micro_batch
             if is_larger and samples % resolution.micro_batch == 0:
                 micro_batch = resolution.micro_batch
             size = resolution.image_size
             prediction = full
-            if (size, micro_batch) != (config["MODEL"]["image_size"], full.micro_batch):
-                prediction = self.predict(config, micro_batch, samples // micro_batch, size)
+            accumulation = samples // micro_batch
+            of_full = config["MODEL"]["image_size"], full.micro_batch, full.accumulation
+            if (size, micro_batch, accumulation) != of_full:
+                prediction = self.predict(config, micro_batch, accumulation, size)
             if resolution.end > begin:
                 phases.append(Phase(begin, resolution.end, size, prediction))
             begin = resolution.end
         return phases
+
+    def predict_growth(self, gpus: int) -> list[list[Phase]]:
+        """Return the phases of a run on ``gpus``, and those with the smallest batch throughout."""
+        groups = gpus // self.plan.tensor_parallel
+        plan = replace(self.plan, world_size=gpus, data_parallel=groups)
+        planner = Planner(self.config, plan, self.cluster)
+        samples = plan.total_batch // groups
+        micro_batch = largest_divisor(samples, self.config["MICRO_BATCH_SIZE"] or plan.micro_batch)
+        full = planner.predict(self.config, micro_batch, samples // micro_batch)
+        smallest = min(each.total_batch for each in plan.resolutions)
+        return [planner.predict_phases(full), planner.predict_phases(full, smallest)]
 
     def predict_largest(
         self, config: Values, samples: int, sizes: Sequence[int]

@@ -216,6 +216,7 @@ def _estimate(
     launched = {
         **config,
         "torch_ddp": config["torch_ddp"] | unused,
+        "GRAPHS": False,  # each estimate would say that there is no GPU
         # `_count_step` runs at most three: those between the first and the last are equal.
         "gradient_accumulation": min(accumulation, 3),
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -169,6 +170,34 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     assert " 2 epochs of 70 images: " in shown
     assert " IMAGE_SIZES 8 pixels in all steps; evaluation at full size " in shown
     assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_of_several_batches_has_their_steps_and_bytes_in_80_columns(data, tmp_path):
+    settings = ["TOTAL_BATCH_SIZE=32", "NUM_EPOCHS=4", "WARMUP_EPOCHS=1.5", "IMAGE_SIZES=[(1, 8)]"]
+
+    def plan(flags: list[str], *batches: str) -> Ended:
+        own = *settings, *batches, "MICRO_BATCH_SIZE=4"
+        return run_forked(lambda argv: train(data, tmp_path / "run", *own, flags=argv), flags)
+
+    listed = plan(["--dry-run", "--gpus", "4"], "BATCH_SIZES=[(2, 8)]")
+    # 8 steps of 8 images in each of two epochs, then 2 of 32; a GPU sends as much in each
+    rows = re.findall(r"^\|(.*)\|$", listed.stdout, re.MULTILINE)[2:5]
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert [row[:5] for row in cells] == [
+        ["1-1", "8", "8", "4x2x1", "8"],
+        ["2-2", "16", "8", "4x2x1", "8"],
+        ["3-4", "16", "32", "4x4x2", "4"],
+    ]
+    assert "\ntogether: 20 steps, " in listed.stdout
+    assert "\nbatches of 8 throughout: 32 steps, " in listed.stdout
+    assert "steps 20 of several batches, 12 of warm-up " in listed.words
+    assert "times as fast as batches of 8 throughout, by GPUs: 1.0" in listed.words
+    chosen = plan(["--dry-run"], "BATCH_SIZES=noise", "SMALLEST_BATCH=8")
+    assert "BATCH_SIZES 8 images to epoch 4, or sooner up to 32 as the noise scale " in chosen.words
+    rows = re.findall(r"^\| *each \|(.*)\|$", chosen.stdout, re.MULTILINE)
+    assert [row.split("|")[1].strip() for row in rows] == ["8", "16", "32"]
+    for line in (listed.stdout + chosen.stdout).splitlines():
+        assert len(line) <= 80 or line.startswith(("1d", "2d", "data parallel", "zero"))
 
 
 @pytest.mark.parametrize(

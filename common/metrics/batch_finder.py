@@ -1,6 +1,8 @@
 """How large a batch pays, by the gradient noise scale of the first steps: ``--find-batch``."""
 
 import math
+from collections.abc import Sequence
+from statistics import linear_regression
 from typing import Any
 
 from common.config.plan import Plan
@@ -10,6 +12,7 @@ from common.metrics.measurement import Measurement
 from common.text import format_table, print_wrapped, two_digits
 
 STEPS = 300
+HALVINGS = 4  # of the plan's batch, to the smallest that is proposed
 BATCHES = [2**power for power in range(4, 16)]  # 16 to 32,768
 
 
@@ -62,6 +65,53 @@ class BatchFinder(Measurement):
             "images, if it stayed there (docs/large-batches.md):"
         )
         print(format_table(compare_batches(critical, plan)))
+        power = measure_growth(scales)
+        print_wrapped(
+            f"a batch that follows the noise scale, if that grows on as the power {power:.2f} of "
+            "the step, as in the last two thirds:"
+        )
+        # Not wrapped: a user copies it.
+        print(f"BATCH_SIZES={propose_batches(scales, plan)}")
+
+
+def measure_growth(scales: Sequence[float]) -> float:
+    """Return the power of the step by which the noise scale grew in the last two thirds of steps.
+
+    It is from 0 to 1: a run that measures a fall is too short to say more.
+    """
+    first = len(scales) // 3
+    points = [(step, scale) for step, scale in enumerate(scales, 1) if step > first]
+    steps, values = zip(*points, strict=True)
+    if not all(0 < value < math.inf for value in values):
+        return 0.0
+    slope, _ = linear_regression([*map(math.log, steps)], [*map(math.log, values)])
+    return min(max(slope, 0.0), 1.0)
+
+
+def propose_batches(scales: Sequence[float], plan: Plan) -> list[tuple[int, int]]:
+    """Return BATCH_SIZES, each epoch's the plan's batch halved until the noise scale is as large.
+
+    In the measured steps that is the least of the last third.
+    """
+    choices = [plan.total_batch]
+    while choices[0] % (2 * plan.data_parallel) == 0 and len(choices) <= HALVINGS:
+        choices.insert(0, choices[0] // 2)
+    power = measure_growth(scales)
+    least = min(scales[-math.ceil(len(scales) / 3) :])
+    phases: list[tuple[int, int]] = []
+    for epoch in range(plan.epochs):
+        steps = epoch * plan.steps_per_epoch
+        scale = least
+        if steps >= len(scales):
+            scale = max(least, scales[-1] * (steps / len(scales)) ** power)
+        batch = max([choices[0], *(choice for choice in choices if choice <= scale)])
+        if batch == plan.total_batch:
+            break
+        if phases and phases[-1][1] == batch:
+            phases[-1] = phases[-1][0] + 1, batch
+        else:
+            phases.append((1, batch))
+    return phases
 
 
 def compare_batches(critical: float, plan: Plan) -> list[dict[str, str]]:

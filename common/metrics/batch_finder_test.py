@@ -8,8 +8,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from common.config.plan import Plan
 from common.engine.trainer import Trainer
 from common.errors import UserError
+from common.metrics.batch_finder import measure_growth, propose_batches
 from common.metrics.metrics_file import read_metrics
 from common.recording import RECORDINGS
 from common.testing.tape import TapeRecording
@@ -50,3 +52,16 @@ def test_the_noise_scale_of_the_first_steps_gives_the_steps_of_other_batches(
     row = rf"\|\s+64 \|\s+{steps:.0f} \|\s+{steps * 64:,.0f} \|"
     assert re.search(rf"{row}\s+{steps / 10:.2f} \|\s+{steps * 64 / 140:.2f} \|", said)
     assert re.findall(r"^\|\s+(\d+) \|", said, re.MULTILINE) == ["14", "16", "32", "64"]
+    assert re.search(r"^BATCH_SIZES=\[(\(2, 7\))?\]$", said, re.MULTILINE)
+
+
+def test_a_batch_is_proposed_that_follows_the_noise_scale():
+    """It grows with the square root of the step, from 65 images at step 64."""
+    length = dict(steps_per_epoch=64, warmup_steps=0, total_steps=2560, last_step=2560)
+    plan = Plan(1, 1, 1, 64, 4, 256, 40, **length)
+    scales = [8.1 * step**0.5 for step in range(1, 65)]
+    assert measure_growth(scales) == pytest.approx(0.5)
+    # above 128 images at step 256, 256 at step 1,024; at first the least of the last third, 54
+    assert propose_batches(scales, plan) == [(1, 32), (3, 64), (12, 128)]
+    assert propose_batches([8.0] * 64, plan) == [(40, 16)]
+    assert propose_batches([1e4] * 64, plan) == []

@@ -94,9 +94,25 @@ class RecordedRun:
         if axis == "time":
             return [seconds / 3600 for seconds in self.elapsed]
         if axis == "images":
+            if self.has_batches:
+                images = self.metadata.get("data", {}).get("train_samples")
+                return [images and images * line["epoch"] for line in self.metrics]
             batch = self.metadata.get("plan", {}).get("total_batch")
             return [batch and batch * line["step"] for line in self.metrics]
         return [line.get(axis) for line in self.metrics]
+
+    def values(self, name: str, kind: str, axis: str) -> list[tuple[float, float]]:
+        """Return the positions on an axis, and the values, of a metric where it has one."""
+        return [
+            (position, record[name])
+            for position, record in zip(self.positions(axis), self.metrics, strict=True)
+            if position is not None and record["kind"] == kind and record.get(name) is not None
+        ]
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether its steps have several batches."""
+        return bool(self.metadata["config"].get("BATCH_SIZES"))
 
     @property
     def final(self) -> Metrics | None:
@@ -341,7 +357,8 @@ def _show(value: Any) -> str:
 def choose_axis(runs: Sequence[RecordedRun]) -> str:
     """Return "epoch" for runs of different batches, which steps do not compare; else "step"."""
     batches = {run.metadata.get("plan", {}).get("total_batch") for run in runs}
-    return "step" if len(batches) == 1 else "epoch"
+    is_one = len(batches) == 1 and not any(run.has_batches for run in runs)
+    return "step" if is_one else "epoch"
 
 
 def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str]]:
@@ -368,7 +385,10 @@ def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str
             axes.set_yscale("log")
             for color, run in zip(color_runs(len(runs)), runs, strict=True):
                 batch = run.metadata.get("plan", {}).get("total_batch")
-                if batch:
+                if run.has_batches:
+                    sizes = run.values("batch_size", "train", axis)
+                    axes.plot(*zip(*sizes, strict=True), "--", color=color, linewidth=0.8)
+                elif batch:
                     axes.axhline(batch, color=color, linestyle="--", linewidth=0.8)
         title = chart.title
         if name == "loss":  # which may differ, so that they cannot be compared
@@ -392,12 +412,9 @@ def _plot(axes: Any, runs: Sequence[RecordedRun], name: str, scale: float, axis:
     """Plot a metric of all runs; return the kinds of records that have a value of it."""
     kinds = set()
     for color, run in zip(color_runs(len(runs)), runs, strict=True):
-        records = list(zip(run.positions(axis), run.metrics, strict=True))
         for kind in ("train", "eval"):
             measured = [
-                (position, scale * record[name])
-                for position, record in records
-                if record["kind"] == kind and None not in (position, record.get(name))
+                (position, scale * value) for position, value in run.values(name, kind, axis)
             ]
             if not measured:
                 continue

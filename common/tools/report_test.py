@@ -295,3 +295,18 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
         capsys.readouterr().out
         == f"{row}1.0000,8,11.0,python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
     )
+
+
+def test_a_batch_that_grew_is_drawn_beside_the_noise_scale(drawn, tmp_path):
+    plan = {"last_step": 3, "gpus": 1, "total_batch": 32}
+    batches = [8, 8, 32]
+    records = [
+        train(step, loss=1.0, batch_size=batch, noise_scale=10.0 * step)
+        for step, batch in enumerate(batches, 1)
+    ]
+    run = write_run(tmp_path / "run", records, {"BATCH_SIZES": "noise"}, plan=plan)
+    page = make(run)
+    assert "Images of a step" in titles_of(page)
+    # over epochs, as steps have several batches
+    assert drawn[1] == [[[0.1, 8], [0.2, 8], [0.3, 32]]]
+    assert drawn[2] == [[[0.1, 10], [0.2, 20], [0.3, 30]], drawn[1][0]]

@@ -11,6 +11,8 @@ from typing import Any
 # Control characters, line separators, overrides of the direction of text, and bytes that are not
 # UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# A number, and further ones or a unit: "-1.5e-3", "*2,050-2,057", "4x256x8", "0.4 to 0.5", "3 GB".
+NUMBERS = re.compile(r"[*+-]?[\d.,]+(e[+-]?\d+)?([-+x %].*)?|nan")
 
 
 def printable(text: object) -> str:
@@ -35,17 +37,17 @@ def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> No
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a table for the terminal, which is Markdown too."""
+    """Return the rows as a table for the terminal, which is Markdown too; numbers stand right."""
     lines = [list(rows[0])]
     lines += [list(map(printable, row.values())) for row in rows]
-    # Markdown needs a dash and a colon.
-    widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    table = []
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        table.append(f"| {' | '.join(cells)} |")
-    return "\n".join(table)
+    columns = []
+    for name, *cells in zip(*lines, strict=True):
+        width = max(2, len(name), *map(len, cells))  # Markdown needs a dash and a colon.
+        has_numbers = any(map(NUMBERS.fullmatch, cells))
+        rule = "-" * (width - 1) + (":" if has_numbers else "-")
+        align = str.rjust if has_numbers else str.ljust
+        columns.append([align(cell, width) for cell in (name, rule, *cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
 def shorten_names(names: Iterable[str], most: int) -> dict[str, str]:

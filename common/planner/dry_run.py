@@ -62,10 +62,10 @@ def print_dry_run(
         predictions.append(prediction)
     largest = max(predictions, key=lambda each: each.memory)
     rows["memory per GPU"] = _describe_memory(largest, cluster)
+    rows["time"] = f"{_describe_time(phases, images)}, on {counted(plan.world_size, cluster.gpu)}"
     if not is_compared:
-        rows["time"] = (
-            f"{_describe_time(phases, images)}, on {counted(plan.world_size, cluster.gpu)}; "
-            f"--gpus {plan.world_size} lists the assumptions and compares parallel modes"
+        rows["time"] += (
+            f"; --gpus {plan.world_size} lists the assumptions and compares parallel modes"
         )
         if not torch.cuda.is_available():
             rows["time here"] = (

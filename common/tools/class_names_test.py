@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from common.testing.tiny_task import train
-from common.text import shorten_names
+from common.text import format_table, shorten_names
 from common.tools import classes, evaluate
 
 LEAF = "a leaf of the tomato plant in stage {} of late blight, from above"
@@ -60,6 +60,19 @@ def test_long_names_differ_and_have_room(data, names, tmp_path, capsys, figures)
         box = text.get_window_extent()
         assert whole.x0 <= box.x0 < box.x1 <= whole.x1
         assert whole.y0 <= box.y0 < box.y1 <= whole.y1
+
+
+def test_text_stands_left_in_a_table_and_numbers_right():
+    rows = [
+        {"mode": "data parallel", "step ms": "*2,050-2,057", "top1": "0.4", "by": "Wilson"},
+        {"mode": "1d 2", "step ms": "does not fit", "top1": "-1.25e-3 to 1", "by": ""},
+    ]
+    assert format_table(rows).splitlines() == [
+        "| mode          |      step ms |          top1 | by     |",
+        "| ------------- | -----------: | ------------: | ------ |",
+        "| data parallel | *2,050-2,057 |           0.4 | Wilson |",
+        "| 1d 2          | does not fit | -1.25e-3 to 1 |        |",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -316,27 +316,39 @@ def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> 
             f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: "
             "set it to None"
         )
-    size = tensor["size"]
-    heads = model["heads"]
-    width = model["width"]
-    hidden_width = int(width * model["mlp_ratio"])
-    matrices = 2 if model.get("mlp") == "swiglu" else 1
     depth = tensor.get("depth", 1)
     side = side_of(tensor)  # the heads are split over so many ranks
     # Between blocks so many ranks have different samples.
     samples = {"1d": 1, "2d": side, "2.5d": side * depth, "3d": side**2}[mode]
+    of_batch = ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples)
+    for name, value, divisor in (*_rules_of(model, mode, side), of_batch):
+        if value % divisor:
+            remedy = nearest_multiples(value, divisor)
+            if "MODEL" in name:
+                sides = [n for n in range(2, model["heads"] + 1) if _can_divide(model, mode, n)]
+                sizes = [str(depth * n ** SHAPES[mode][1]) for n in sides]
+                remedy += f"; sizes that this MODEL allows: {', '.join(sizes) or 'none'}"
+            raise UserError(
+                f"{name}={value} is not a multiple of {divisor}, which parallel.tensor mode "
+                f"{mode!r} of size {tensor['size']} requires; nearest: {remedy}"
+            )
+
+
+def _rules_of(model: Values, mode: str, side: int) -> list[tuple[str, int, int]]:
+    """Return the names and sizes of the model that ``side`` divides, and by what."""
+    heads = model["heads"]
+    width = model["width"]
+    hidden_width = int(width * model["mlp_ratio"])
+    matrices = 2 if model.get("mlp") == "swiglu" else 1
     # 3d splits a weight along its input channels twice.
     unit = side**2 if mode == "3d" else side
-    rules = (
+    return [
         ("MODEL.heads", heads, side),
         # All heads have the same number of channels.
         ("MODEL.width", width, math.lcm(unit, heads)),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden_width, matrices * unit),
-        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
-    )
-    for name, value, divisor in rules:
-        if value % divisor:
-            raise UserError(
-                f"{name}={value} is not a multiple of {divisor}, which parallel.tensor mode "
-                f"{mode!r} of size {size} requires; nearest: {nearest_multiples(value, divisor)}"
-            )
+    ]
+
+
+def _can_divide(model: Values, mode: str, side: int) -> bool:
+    return not any(value % divisor for _, value, divisor in _rules_of(model, mode, side))

@@ -57,7 +57,13 @@ def test_groups_that_are_refused(parallel, message):
         (
             tensor("1d", 2),
             {"heads": 1},
-            "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2",
+            "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2; .* allows: none$",
+        ),
+        (
+            # a side of 4 does not divide the width
+            tensor("2d", 25),
+            {"width": 36, "heads": 12, "mlp_ratio": 2},
+            "MODEL.heads=12 is not a multiple of 5, .*: 10 or 15; .* allows: 4, 9, 16, 36, 144$",
         ),
         (
             tensor("2.5d", 8, depth=2),

@@ -57,6 +57,7 @@ def describe_data(data: Values) -> DataSummary:
         shard_bytes=train.span_bytes(0, len(train)),
         is_shuffled=train.is_shuffled,
         held_out=validation.held_out,
+        made_from=train.made_from,
     )
     if data.get("order") == "blocks":
         _check_blocks(data, summary)

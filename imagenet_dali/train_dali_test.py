@@ -18,7 +18,7 @@ from common.run.prepare import choose_split
 from common.shards import prepare
 from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
-from common.tools import evaluate
+from common.tools import evaluate, predict
 from imagenet_dali.testing import run, train, write_config
 
 FOLDER = "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
@@ -89,7 +89,9 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys):
         (["--data", str(tmp_path / "other")], f"{tmp_path}/other: 8 images, val/"),
     ):
         evaluate.main([str(output), *more])
-        assert f"data {place}" in " ".join(capsys.readouterr().out.split())
+        printed = capsys.readouterr()
+        assert f"data {place}" in " ".join(printed.out.split())
+        assert "the run was trained on" not in printed.err
     found = {}
     for path in output.glob("evaluation/*/evaluation.json"):
         found[path.parent.name] = json.loads(path.read_text())
@@ -107,6 +109,25 @@ def test_the_folder_that_a_run_trained_on_is_evaluated_on_what_it_held_out(tmp_p
         said = " ".join(capsys.readouterr().out.split())
         data_lines.add(re.search(r"data \S+ \d+ images, .* held out", said)[0])
     assert len(data_lines) == 1
+
+
+@pytest.mark.parametrize("trained_on", ["images/train", "shards"])
+def test_images_that_a_run_was_trained_on_are_told(trained_on, tmp_path, capsys):
+    """They lie in its data set, or in what that was prepared from."""
+    for folder, count in (("train", 60), ("val", 10)):
+        write_colours(tmp_path / "images" / folder, count, 20, 24, "jpg", seed=count)
+    images = tmp_path / "images" / "train"
+    prepare.prepare(tmp_path / "images", tmp_path / "shards")
+    train(tmp_path, "run", f"DATA.root={tmp_path / trained_on}", *FOLDER)
+    warning = f"warning: {images}: the run was trained on images of {images}\n"
+    for command, words, expected in (
+        (evaluate, ["--data", str(images)], trained_on == "shards"),
+        (predict, [str(images)], True),
+        (predict, [str(tmp_path / "images" / "val")], False),
+    ):
+        capsys.readouterr()
+        command.main([str(tmp_path / "run"), *words])
+        assert (warning in capsys.readouterr().err) == expected
 
 
 def test_a_run_of_an_earlier_version_keeps_its_split(tmp_path):

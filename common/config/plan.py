@@ -21,7 +21,8 @@ class DataSummary:
     training images of each class. ``shard_bytes`` are those of
     the training images in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive
     ones are of different classes. ``validation`` says where the evaluation images come from, and
-    ``held_out`` which share of train they are and how it was drawn, if they are.
+    ``held_out`` which share of train they are and how it was drawn, if they are. ``made_from`` is
+    the folder that was prepared, if one was.
     """
 
     train_samples: Count
@@ -34,6 +35,7 @@ class DataSummary:
     is_shuffled: bool = True
     validation: str = ""
     held_out: str = ""
+    made_from: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class ImageSplit(ABC):
     # images.
     held_out: str = ""
 
+    made_from = ""  # the folder that was prepared, if one was
+
     # Whether all images are RGB JPEGs, shown as stored whatever their EXIF orientation says.
     is_prepared = False
 

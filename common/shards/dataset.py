@@ -113,6 +113,10 @@ class TFRecordSplit(ImageSplit):
         """The checksum over all splits of the data set."""
         return self.manifest.fingerprint
 
+    @property
+    def made_from(self) -> str:
+        return self.manifest.made.get("source", "")
+
     def read(self, index: int) -> tuple[bytes | memoryview, int]:
         """Return ``(JPEG bytes, label)`` of one image, its checksum verified."""
         (record,) = self.read_span(index, index + 1)

@@ -2,11 +2,13 @@
 
 import argparse
 import math
+from itertools import product
 from pathlib import Path
 
 from common.checkpoint.saved_run import SavedRun
 from common.errors import UserError, command_parser
 from common.files import read_names
+from common.metrics.loggers import warn
 from common.model.classes import CLASSES_HELP
 from common.task import add_task
 
@@ -49,6 +51,22 @@ def build_parser(
             help="override a key of the config",
         )
     return parser
+
+
+def own_root(run: SavedRun) -> str | None:
+    """Return the folder of the data set that trained ``run``, if it is known."""
+    return run.metadata.get("config", {}).get("DATA", {}).get("root")
+
+
+def warn_of_training_images(run: SavedRun, *folders: str) -> None:
+    """Print a warning if a folder lies in that of the run's training images."""
+    roots = filter(None, (own_root(run), run.metadata["data"].get("made_from")))
+    for folder, root in product(folders, roots):
+        split = Path(root, "train")
+        trained = (split if split.is_dir() else Path(root)).resolve()
+        if Path(folder).resolve().is_relative_to(trained):
+            warn(f"{folder}: the run was trained on images of {trained}")
+            return
 
 
 def _above_0(text: str) -> float:

@@ -41,7 +41,12 @@ from common.process import ends_cleanly
 from common.provenance import describe_run
 from common.task import Task, data_root, find_task
 from common.text import format_table, list_some, print_wrapped
-from common.tools.arguments import build_parser, name_classes
+from common.tools.arguments import (
+    build_parser,
+    name_classes,
+    own_root,
+    warn_of_training_images,
+)
 from common.tools.calibration import AS_IT_IS, calibrate, draw_reliability, scale
 from common.tools.classes import describe_classes, draw_confusion, print_lowest
 from common.tools.intervals import METHODS, Interval, measure_intervals
@@ -67,6 +72,8 @@ def main(argv: list[str]) -> None:
     init_distributed(launch, run.config | {"parallel": None})  # the model is not sharded
     if launch.rank == 0:
         _print_start(run, summary, warning, is_own_data=is_own_data)
+        if not (is_own_data or args.split):
+            warn_of_training_images(run, args.data)
     tally = count(run, task, labels_of, launch, args.views)
     shutdown()
     if launch.rank == 0:
@@ -106,8 +113,8 @@ def choose_images(run: SavedRun, task: Task, args: Namespace) -> bool:
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
     # the folder that the run itself trained on has held-out images, whoever names it
-    trained_on = run.metadata.get("config", {}).get("DATA", {}).get("root")
-    is_same = trained_on and Path(args.data or trained_on).resolve() == Path(trained_on).resolve()
+    own = own_root(run)
+    is_same = own and Path(args.data or own).resolve() == Path(own).resolve()
     is_own_data = not args.split and (is_same or not args.data)
     if not is_own_data and task.has_splits:
         data["eval_split"] = args.split or "validation"

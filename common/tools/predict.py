@@ -35,7 +35,7 @@ from common.files import own_file, read_bytes, replacing, short_path
 from common.process import ends_cleanly
 from common.task import find_task
 from common.text import printable
-from common.tools.arguments import build_parser, name_classes
+from common.tools.arguments import build_parser, name_classes, warn_of_training_images
 
 STDIN = "-"
 BATCH = 64
@@ -66,6 +66,7 @@ def main(argv: list[str]) -> None:
     images = list_images(args.images)
     run = open_model(args.run, args.set, raw=args.raw)
     name_classes(run, args.classes)
+    warn_of_training_images(run, *args.images)
     carried = {}
     if args.temperature:
         carried["temperature"] = args.temperature

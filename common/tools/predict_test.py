@@ -96,7 +96,8 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(
 
 def test_a_model_without_an_answer_ends_with_2_whatever_follows(monkeypatch):
     answers = [{"image": "a", "classes": None, "error": "NaN"}, {"image": "b", "error": "missing"}]
-    monkeypatch.setattr(predict, "open_model", lambda *_, **__: SimpleNamespace(class_names=["x"]))
+    opened = SimpleNamespace(class_names=["x"], metadata={"data": {}})
+    monkeypatch.setattr(predict, "open_model", lambda *_, **__: opened)
     monkeypatch.setattr(predict, "name_classes", lambda *_: None)
     monkeypatch.setattr(predict, "predict", lambda *_: iter(answers))
     with pytest.raises(PartialError) as error:

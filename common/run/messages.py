@@ -85,7 +85,7 @@ def announce(
         and f"DATA={ignored} in the environment is not used, because the config sets "
         f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
-        _describe_steps(plan),
+        _describe_steps(plan, start_from),
         f"{config['OPTIMIZER']['name']}, learning rate {describe_rate(config, plan)}",
         start_from and describe_rate_change(start_from, config, plan),
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan, data).items()),
@@ -96,11 +96,16 @@ def announce(
         print_wrapped(line)
 
 
-def _describe_steps(plan: Plan) -> str:
-    steps = f"{plan.last_step:,} of {plan.count_steps(plan.total_steps):,} steps"
-    if not plan.has_batches:
-        return f"{steps}, {plan.steps_per_epoch:,} per epoch"
-    return f"{steps} of several batches"
+def _describe_steps(plan: Plan, start_from: Path | None) -> str:
+    total = plan.count_steps(plan.total_steps)
+    batches = "of several batches" if plan.has_batches else f"{plan.steps_per_epoch:,} per epoch"
+    text = f"{total:,} steps, {batches}"
+    if plan.last_step < total:
+        text += f"; ends after {plan.last_step:,}"
+    if start_from:
+        done = read_trainer_state(start_from)["trainer"]["step"]
+        text += f"; {plan.last_step - done:,} are left"
+    return text
 
 
 def describe_rate_change(start_from: Path, config: Values, plan: Plan) -> str:

@@ -26,8 +26,8 @@ from common.testing.tiny_task import train
 
 TORCH = "fp16=dict(mode=AMP_TYPE.TORCH)"
 STARTED = (  # no more samples a batch than there are, as --dry-run says
-    "training and 45 evaluation images, 7 classes global batch 1 process x 14 x 1 = 14 1 of 10 "
-    "steps, 5 per epoch "
+    "training and 45 evaluation images, 7 classes global batch 1 process x 14 x 1 = 14 10 "
+    "steps, 5 per epoch; ends after 1 "
     "adamw, learning rate 0.002 after 0 steps of warm-up, then cosine to 0 "
     "FREEZE: 231 of 23,751 parameters are trained: the head fp16: float32 starting from the "
     "weights of "
@@ -54,7 +54,9 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         "as it has",
     ]
     started = [STARTED, "a new head of 7 classes, not its 9"]
-    for ended, lines in ((whole, said), (head, started)):
+    longer = start(data, tmp_path / "whole", *settings, "MAX_STEPS=3")
+    resumed = ["10 steps, 5 per epoch; ends after 3; 2 are left"]
+    for ended, lines in ((whole, said), (head, started), (longer, resumed)):
         printed = [
             line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line
         ]

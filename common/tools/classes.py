@@ -76,7 +76,10 @@ def print_lowest(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Non
     hidden = ("top5", "coverage at 95 %")  # for 80 columns
     shown = [{name: row[name] for name in row if name not in hidden} for row in lowest]
     shorten_classes(shown, names)
-    print(f"the {len(shown)} of {len(rows)} classes with the lowest recall\n{format_table(shown)}")
+    title = f"the {len(shown)} of {len(rows)} classes with the lowest recall"
+    if len(shown) == len(rows):
+        title = f"all {len(rows)} classes, the lowest recall first"
+    print(f"{title}\n{format_table(shown)}")
 
 
 def shorten_classes(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ def test_an_evaluation(run, tmp_path, name, size, monkeypatch):
     ended = run_forked(with_small_files, words, 2)
     line = f"error: {tmp_path / name}: cannot be written (File too large); free space or choose"
     assert ended.stderr.startswith(line)
-    for figure in (" macro_f1 | ", " top1 | ", " loss | ", "lowest recall"):
+    for figure in ("| macro_f1 ", "| top1 ", "| loss ", "all 7 classes, the lowest recall first"):
         assert figure in ended.stdout
     assert (tmp_path / name).read_text() == "of yesterday"
     assert not list(tmp_path.glob(".*"))

@@ -115,7 +115,7 @@ class TFRecordSplit(ImageSplit):
 
     @property
     def made_from(self) -> str:
-        return self.manifest.made.get("source", "")
+        return str(self.manifest.made.get("source", ""))
 
     def read(self, index: int) -> tuple[bytes | memoryview, int]:
         """Return ``(JPEG bytes, label)`` of one image, its checksum verified."""

@@ -196,7 +196,7 @@ def test_the_plan_of_several_batches_has_their_steps_and_bytes_in_80_columns(dat
     assert "times as fast as batches of 8 throughout, by GPUs: 1.0" in listed.words
     chosen = plan(["--dry-run"], "BATCH_SIZES=noise", "SMALLEST_BATCH=8")
     assert "BATCH_SIZES 8 images to epoch 4, or sooner up to 32 as the noise scale " in chosen.words
-    rows = re.findall(r"^\| *each \|(.*)\|$", chosen.stdout, re.MULTILINE)
+    rows = re.findall(r"^\| *each *\|(.*)\|$", chosen.stdout, re.MULTILINE)
     assert [row.split("|")[1].strip() for row in rows] == ["8", "16", "32"]
     for line in (listed.stdout + chosen.stdout).splitlines():
         assert len(line) <= 80 or line.startswith(("1d", "2d", "data parallel", "zero"))

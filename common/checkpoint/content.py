@@ -55,6 +55,7 @@ MARKER = "COMPLETE"
 BEST = "best"
 BEST_FILE = "best.txt"
 VERSION = 2  # trainer.json's; raise it when a field that is read changes its meaning
+MAX_TRAINER = 1 << 28  # bytes of trainer.json, which has about 10 kB of each rank
 MAX_BYTES = 1 << 40  # greatest size of a file that is read: a sparse one may claim any
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Tensors = dict[str, Tensor]
@@ -144,6 +145,7 @@ class RunningMetrics(ExtensibleRecord):
     micro_batches: Count
     loss: float
     noise_scale: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    tensor_noise_scale: list[list[float]] | None = None
 
 
 class Ranks(ExtensibleRecord):
@@ -204,7 +206,7 @@ def read_config(
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
     """Read ``trainer.json`` of the checkpoint folder ``path``."""
-    return read_json(path / TRAINER, TrainerState).model_dump(by_alias=True)
+    return read_json(path / TRAINER, TrainerState, MAX_TRAINER).model_dump(by_alias=True)
 
 
 def read_tensors(file: Path) -> Tensors:

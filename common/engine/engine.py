@@ -111,6 +111,8 @@ class Engine(UpstreamEngine):
         optimizer.sum_gradients()
         # Divide by the loss scale of float16, before clipping: that needs the true norm.
         optimizer.unscale_gradients()
+        if self.noise_scale:
+            self.noise_scale.measure_gradient()
         # The norm is that over all shards, the same on all ranks.
         optimizer.clip_gradients()
         if self.noise_scale:
@@ -298,7 +300,7 @@ def initialize(
         sizes = (1 + len(config.get("IMAGE_SIZES", ()))) * (1 + batches)
         compile_model(model, compiles, sizes=sizes)
     is_wanted = config.get("LOG", {}).get("noise_scale", False)
-    noise_scale = build_noise_scale(model, step_optimizer.accumulation, is_wanted)
+    noise_scale = build_noise_scale(model, optimizer, step_optimizer.accumulation, is_wanted)
     lr_schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _wrap_in_ddp(model, config),

@@ -70,6 +70,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "three micro-batches": dict(gradient_accumulation=3, LOG=dict(noise_scale=True)),
+    "lamb, three": dict(
+        OPTIMIZER={"name": "lamb"}, gradient_accumulation=3, LOG=dict(noise_scale=True)
+    ),
     "bfloat16": amp(AMP_TYPE.TORCH, "bfloat16"),
     "float16": amp(AMP_TYPE.TORCH, "float16", growth_interval=2),
     "float16, three": amp(AMP_TYPE.TORCH, "float16")
@@ -102,13 +105,18 @@ class Trained:
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
+def noise_averages(engine: Engine) -> list[Tensor]:
+    noise_scale: Any = engine.noise_scale
+    return [noise_scale.averages, noise_scale.tensor_averages]
+
+
 def state_of(engine: Engine, model: torch.nn.Module) -> dict[str, Any]:
     return copy.deepcopy(
         {
             "model": model.state_dict(),
             "optimizer": engine.optimizer.state_dict(),
             "step": engine.optimizer.step_state(),
-            "noise": engine.noise_scale and engine.noise_scale.averages,
+            "noise": engine.noise_scale and noise_averages(engine),
             "random": torch.get_rng_state(),
         }
     )
@@ -130,7 +138,8 @@ def train(config: Mapping[str, Any], state: Mapping[str, Any] | None = None, **m
             engine.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             engine.optimizer.load_step_state(state["step"])
             if engine.noise_scale:
-                engine.noise_scale.averages.copy_(state["noise"])
+                for averages, saved in zip(noise_averages(engine), state["noise"], strict=True):
+                    averages.copy_(saved)
             optimizer._opt_called = True
             for _ in range(start):
                 schedule.step()
@@ -146,7 +155,7 @@ def train(config: Mapping[str, Any], state: Mapping[str, Any] | None = None, **m
                 found.state = state_of(engine, model)
         found.said.append(engine.total_loss.item())
         found.said.append(engine.optimizer.step_state())
-        found.said.append(engine.noise_scale and engine.noise_scale.averages.tolist())
+        found.said.append(engine.noise_scale and [a.tolist() for a in noise_averages(engine)])
         found.said.append([buffer.tolist() for buffer in model.buffers()])
         if engine.graphs:
             several = {"next"} if engine.optimizer.accumulation > 1 else set()

@@ -85,8 +85,8 @@ class MetricsHook(BaseHook):
         self._write_pending()  # a checkpoint has the records of the steps before it
         # of each step the mean, as if it had one micro-batch
         state = {"steps": self.steps, "micro_batches": self.steps, "loss": self.loss.item()}
-        if self.noise_scale:
-            state["noise_scale"] = self.noise_scale.averages.tolist()
+        for name, averages in self._noise_averages().items():
+            state[name] = averages.tolist()
         return state
 
     def load_state_dict(self, states: Sequence[Values], rank: int | None) -> None:
@@ -100,10 +100,19 @@ class MetricsHook(BaseHook):
             loss = self.steps * fmean(state["loss"] / state["micro_batches"] for state in states)
         self.clock.restart()
         self.loss.fill_(loss)
-        averages = [state.get("noise_scale") for state in states]
-        if self.noise_scale and None not in averages:
-            mean = torch.tensor(averages, dtype=torch.float64).mean(0)
-            self.noise_scale.averages.copy_(mean)
+        for name, averages in self._noise_averages().items():
+            saved = [state.get(name) for state in states]
+            if None not in saved:
+                averages.copy_(torch.tensor(saved, dtype=torch.float64).mean(0))
+
+    def _noise_averages(self) -> dict[str, Tensor]:
+        """Return the averages of the noise scale, by their names in a checkpoint."""
+        if not self.noise_scale:
+            return {}
+        averages = {"noise_scale": self.noise_scale.averages}
+        if self.noise_scale.update_norms:
+            averages["tensor_noise_scale"] = self.noise_scale.tensor_averages
+        return averages
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         resolutions = self.plan.resolutions
@@ -153,6 +162,8 @@ class MetricsHook(BaseHook):
         }
         if self.noise_scale:
             values["noise_scale"] = self.noise_scale.value()
+            if self.noise_scale.update_norms:
+                values["optimizer_noise_scale"] = self.noise_scale.optimizer_value()
         return PendingRecord(
             head=self._head("train", trainer),
             names=list(values),

@@ -20,6 +20,7 @@ from common.errors import UserError
 from common.metrics import hook
 from common.metrics.hook import MetricsHook
 from common.metrics.metrics_file import CHARTS, UNPLOTTED, Metrics, read_metrics
+from common.optim.lamb import Lamb
 from common.resolutions import Resolution
 from common.testing.ranks import launched
 
@@ -72,7 +73,7 @@ def fit(folder: Path, monkeypatch: pytest.MonkeyPatch, *hooks: Any) -> Trained:
         model.weight.register_hook(lambda _: let_pass(3))  # in the backward pass
         batch = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
         batches = list(itertools.repeat(batch, 6))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = Lamb(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, criterion, batches, batches)
         logging = dict(every=3, tensorboard=False, trackers=[], is_main=True)
         metrics = MetricsHook(PLAN, folder, peak_samples_per_s={8: 8, 16: 16}, **logging)
@@ -104,7 +105,8 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
     assert lines[-1]["grad_norm"] == pytest.approx(norm)
     assert (lines[-1]["lr"], lines[-1]["skipped"]) == (0.1, 0)
     # All micro-batches are equal: there is no noise.
-    assert lines[-1]["noise_scale"] == pytest.approx(0, abs=1e-3)
+    for name in ("noise_scale", "optimizer_noise_scale"):
+        assert lines[-1][name] == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,28 @@ def test_the_first_record_after_a_resume_counts_earlier_steps_but_not_their_time
     assert first["loss"] == pytest.approx((loss + fmean(trained.losses[:2])) / 3)
     assert first["samples_per_s"] == pytest.approx(8 / 12)
     assert (first["forward_s"], first["mfu"]) == pytest.approx((2, 8 / 12 / 8))
+
+
+@pytest.mark.parametrize(("rank", "share"), [(1, 3.0), (None, 2.0)])
+def test_a_resume_restores_both_noise_scales(rank, share, tmp_path, monkeypatch):
+    """Each state is a rank's; of all of them it is the mean."""
+    found = {}
+
+    def resume(trainer: Trainer) -> None:
+        metrics = trainer.hooks[0]
+        states = [
+            metrics.state_dict()
+            | {"noise_scale": [0.5 * own, own], "tensor_noise_scale": [[own, 2 * own]] * 3}
+            for own in (1.0, 3.0)
+        ]
+        metrics.load_state_dict(states, rank)
+        found.update(metrics.state_dict())
+
+    checkpoint = BaseHook(priority=10)
+    checkpoint.before_train = resume
+    fit(tmp_path, monkeypatch, checkpoint)
+    assert found["noise_scale"] == [0.5 * share, share]
+    assert found["tensor_noise_scale"] == [[share, 2 * share]] * 3
 
 
 class Figure(BaseHook):

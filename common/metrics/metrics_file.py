@@ -91,6 +91,10 @@ CHARTS = {
     # Images, averaged over about 100 steps. null: above any number. Missing where all steps are
     # single micro-batches.
     "noise_scale": Chart("Gradient noise scale, images (dashed: the batch)"),
+    # As noise_scale, in the norm of the optimizer; of LAMB and Muon only.
+    "optimizer_noise_scale": Chart(
+        "Noise scale in the norm of the optimizer, images (dashed: the batch)"
+    ),
     # Updates since step 0 that were skipped because of non-finite values.
     "skipped": Chart("Updates skipped so far"),
     # Images a second, over all GPUs.

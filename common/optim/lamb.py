@@ -101,6 +101,18 @@ class Lamb(Optimizer):
         elif buckets:
             self._update(buckets, clip)
 
+    def update_norms(self) -> dict[Tensor, Tensor]:
+        """Return the norm of each update that has a trust ratio, over the learning rate.
+
+        Of a shard it is that of its part. A limit of the trust ratio is not counted.
+        """
+        return {
+            p: torch.linalg.vector_norm(p.detach(), dtype=torch.float32)
+            for group in self.param_groups
+            if group["weight_decay"] != 0 or group["always_adapt"]
+            for p in group["params"]
+        }
+
     def _buckets(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Group the parameters that have a gradient into buckets that are updated together.
 

@@ -101,6 +101,11 @@ class Muon(AdamW):
             for batch in [alike[::-1]] if self.map_full else _batches(alike):
                 self._step_muon(batch, [gradients[p] for p in batch])
 
+    def update_norms(self) -> dict[Tensor, Tensor]:
+        """Return the norm of each matrix's update, of a shard its part, up to a common factor."""
+        # All updates have one root mean square.
+        return {p: torch.full((), sqrt(p.numel()), device=p.device) for p in self.matrices}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``; AdamW's own looks for a step in that of every parameter."""
         Optimizer.__setstate__(self, state)

@@ -381,7 +381,7 @@ def collect_charts(runs: Sequence[RecordedRun], axis: str) -> list[dict[str, str
         if not kinds:
             continue
         # It spans powers of ten, and is read against the batch.
-        if name == "noise_scale":
+        if name.endswith("noise_scale"):
             axes.set_yscale("log")
             for color, run in zip(color_runs(len(runs)), runs, strict=True):
                 batch = run.metadata.get("plan", {}).get("total_batch")

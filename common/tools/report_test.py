@@ -90,6 +90,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
     ]
     # two fields that nobody named: one is no number
     others = {"time": 12400.0, "score": 0.25, "note": "text", "noise_scale": 30.0}
+    others["optimizer_noise_scale"] = 40.0
     records.append(train(5, loss=2.3456789, samples_per_s=None) | others)
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
     starts = [{"started": when} for when in (940.0, 8000.0, 9000.0)]  # the second did nothing
@@ -118,6 +119,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
         "Top-1 accuracy, %",
         "Top-5 accuracy, %",
         "Gradient noise scale, images (dashed: the batch)",
+        "Noise scale in the norm of the optimizer, images (dashed: the batch)",
         "Images per second, all GPUs",
         "score",
     ]
@@ -125,6 +127,7 @@ def test_summary(tmp_path, monkeypatch, drawn):
     assert str(drawn[0]) == str([[[5.0, 2.3456789]], evaluated])  # where nan equals nan
     assert drawn[1] == [[[0, 90], [1, 75], [2, 75], [3, 75], [4, 50]]]
     assert drawn[3] == [[[5, 30]], [[0, 256], [1, 256]]]
+    assert drawn[4] == [[[5, 40]], [[0, 256], [1, 256]]]
     assert drawn[-1] == [[[5, 0.25]]]
 
 

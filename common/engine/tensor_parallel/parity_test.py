@@ -1,17 +1,17 @@
 """Every parallel mode equals a plain PyTorch loop in one process.
 
-Compared in float32, from the same weights and data: losses, the noise scale, clipped gradients and
-weights after 2 accumulated steps of each optimizer, some on a model with LayerScale and registers,
-or RMSNorm and SwiGLU, with layer decay, Mixup and label smoothing, and of the head alone. Skipped
-steps, which the plain loop does not have, leave no trace. An error is max|a - b| / max|b| of the
-worst tensor.
+Compared in float32, from the same weights and data: losses, both noise scales, clipped gradients
+and weights after 2 accumulated steps of each optimizer, some on a model with LayerScale and
+registers, or RMSNorm and SwiGLU, with layer decay, Mixup and label smoothing, and of the head
+alone. Skipped steps, which the plain loop does not have, leave no trace. An error is max|a - b| /
+max|b| of the worst tensor.
 
 On GPUs, in all modes for which there are enough: python -m pytest FILE --backend nccl
 """
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,12 @@ TRAINED = {name: (name, None, {}) for name in OPTIMIZERS} | {
 }
 # The optimizers that have collectives of their own, and AdamW.
 AWAITED = ("adamw", "lamb", "muon")
-# losses, last gradient norm, noise scale; gradients; weights
+# The length of a tensor's update, given the optimizer.
+FIXED_LENGTHS: dict[str, Callable[[Any, Tensor], float]] = {
+    "lamb": lambda _, p: p.norm().item(),
+    "muon": lambda optimizer, p: p.numel() ** 0.5 if p in optimizer.matrices else 0.0,
+}
+# losses, last gradient norm, noise scales; gradients; weights
 Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
@@ -78,7 +83,7 @@ def _train_plainly(name: str, dp_size: int) -> Curve:
     model = build_tiny_model(**arguments).to(DEVICE)
     losses = []
     squares = []
-    noise = signal = 0.0
+    noise = signal = big = 0.0  # by tensor
     if frozen:
         model.eval().requires_grad_(False).head.requires_grad_(True)
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
@@ -88,23 +93,28 @@ def _train_plainly(name: str, dp_size: int) -> Curve:
         for batches in shards:
             own_images, own_labels = batches[number - 1]
             own = torch.autograd.grad(blended_loss(model(own_images), **own_labels), trained)
-            squares.append(sum(grad.square().sum().item() for grad in own))
+            squares.append(torch.stack([grad.double().square().sum() for grad in own]))
         loss = blended_loss(model(images), **labels)
         losses.append(loss.item())
         (loss / ACCUMULATION).backward()
         if number % ACCUMULATION == 0:
+            of_step = torch.stack([p.grad.double().square().sum() for p in trained])
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             assert norm > MAX_NORM  # clipping was needed
-            big = norm.item() ** 2
             small = sum(squares) / len(squares)
             squares.clear()
             b_big, b_small = ACCUMULATION * MICRO_BATCH, MICRO_BATCH / dp_size
-            noise = 0.99 * noise + (small - big) / (1 / b_small - 1 / b_big)
-            signal = 0.99 * signal + (b_big * big - b_small * small) / (b_big - b_small)
+            noise = 0.99 * noise + (small - of_step) / (1 / b_small - 1 / b_big)
+            signal = 0.99 * signal + (b_big * of_step - b_small * small) / (b_big - b_small)
+            big = 0.99 * big + of_step
             optimizer.step()
             if number < STEPS * ACCUMULATION:
                 optimizer.zero_grad()
-    losses += [norm.item(), noise / signal]
+    losses += [norm.item(), (noise.sum() / signal.sum()).item()]
+    if optimizer_name in FIXED_LENGTHS:
+        lengths = [FIXED_LENGTHS[optimizer_name](optimizer, p) for p in trained]
+        weights = torch.tensor(lengths, device=DEVICE).double() / big.sqrt()
+        losses.append(((weights @ noise) / (weights @ signal)).item())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return losses, _move(gradients, "cpu"), _move(weights, "cpu")
@@ -135,6 +145,8 @@ def sharded_training(
             losses = fit(engine, bad_rank=0 if frozen else -1)
             losses.append(engine.optimizer.grad_norm.item())
             losses.append(engine.noise_scale.value().item())
+            if optimizer_name in FIXED_LENGTHS:
+                losses.append(engine.noise_scale.optimizer_value().item())
             gradients = {
                 name: gather_full(p, p.grad) for name, p in parameters.items() if p.requires_grad
             }

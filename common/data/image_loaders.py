@@ -171,6 +171,9 @@ def load_image(
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
+    classes = len(split.class_names)
+    if not 0 <= label < classes:  # a loss would fail without a name
+        raise split.fault(index, f"label {label}, out of range for {classes} classes")
     # Prepared records were decoded strictly once: the fast decoder suffices.
     decode = decode_jpeg if split.is_prepared else decode_image
     try:

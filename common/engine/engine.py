@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +22,8 @@ from common.engine.compiler import compile_model, should_compile
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.noise_scale import NoiseScale, build_noise_scale
 from common.engine.step_graph import StepGraphs, build_step_graphs, say_plain
-from common.engine.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
+from common.engine.step_optimizer import CHECK_EVERY, MAX_SKIPPED, OncePerStep, StepOptimizer
+from common.engine.step_probes import StepProbe
 from common.engine.tensor_parallel.sharding import is_sharded, named_shards, persistent_buffers
 from common.engine.upstream import (
     ParallelMode,
@@ -74,6 +76,8 @@ class Engine(UpstreamEngine):
         self.on_phase: Callable[[str], object] = lambda phase: None
         self.device = get_accelerator().get_current_device()
         self.graphs = graphs  # where steps are recorded
+        # Of the last steps that are not: a GPU's host learns of a skipped one by two checks later.
+        self.probes: deque[StepProbe] = deque(maxlen=2 * CHECK_EVERY)
         # Of the steps since it was set to 0, by `MetricsHook`, each the mean of its micro-batches.
         self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
 
@@ -89,10 +93,16 @@ class Engine(UpstreamEngine):
             result = self._run("next" if number else "first", self._add_gradients, *batch)
             # Counted here, as all on the host: the part may have been a replay.
             optimizer.accumulated = number + 1
+            if self.graphs is None:
+                if number == 0:
+                    self.probes.append(StepProbe(optimizer.counter.updates + 1))
+                self.probes[-1].add_micro_batch(optimizer, result[0], result[2])
             if number < optimizer.accumulation - 1:
                 yield result if returns_output else (None, None, result[2])
         optimizer.load_rates()
         self._run("update", self._update)
+        if self.graphs is None:
+            self.probes[-1].norms = optimizer.norms
         optimizer.count_update()
         yield result if returns_output else (None, None, result[2])
 

@@ -1,9 +1,9 @@
 """One weight update from the gradients of several micro-batches, skipped if they are not finite."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.engine.host_copy import HostCopy
-from common.engine.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
+from common.engine.tensor_parallel.sharding import (
+    global_grad_norm,
+    grad_norms,
+    sum_partial_gradients,
+)
 from common.engine.upstream import OptimizerWrapper
 from common.engine.zero import collect_gradients
 from common.errors import AgreedError, UserError
@@ -21,14 +25,25 @@ MAX_SKIPPED = 20  # consecutive updates
 CHECK_EVERY = 20  # updates between two copies of a GPU's counters; each is read at the next
 
 
+class Skips(NamedTuple):
+    """Skipped updates, as the host knows them."""
+
+    total: int
+    longest: int  # streak
+    first: int  # the number of the first that this process has skipped
+
+
 class SkipCounter:
-    """Count skipped updates on ``device``: total skipped, current streak, longest streak."""
+    """Count skipped updates on ``device``: total skipped, current streak, longest streak.
+
+    ``since`` counts all updates from the first skipped one on, that of this process.
+    """
 
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
-        counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self.total, self.streak, self.longest = counts.unbind()
+        self.counts = torch.zeros(4, dtype=torch.int64, device=device)
+        self.total, self.streak, self.longest, self.since = self.counts.unbind()
         self.copy: HostCopy | None = None
 
     def count(self, skipped: Tensor) -> None:
@@ -39,18 +54,25 @@ class SkipCounter:
         self.streak += 1
         self.streak *= skipped
         self.longest.clamp_(min=self.streak)
+        self.since += self.longest > 0
 
-    def exceeds(self, limit: int) -> bool:
-        """Return whether a streak was longer than ``limit``; False between two checks.
+    def check(self) -> "Skips | None":
+        """Count an update on the host; return the counters, None between two checks.
 
         On a GPU each check has the counters of the one before, for which it does not wait.
         """
         self.updates += 1
         if self.updates % self.every:
-            return False
-        before, self.copy = self.copy, HostCopy(self.longest)
-        seen = self.copy if self.copy.is_ready else before
-        return seen is not None and seen.read().item() > limit
+            return None
+        before, self.copy = self.copy, HostCopy(self.counts)
+        if self.copy.is_ready:
+            return self.read(self.copy, self.updates)
+        return before and self.read(before, self.updates - self.every)
+
+    def read(self, copy: HostCopy, updates: int) -> "Skips":
+        """Return a ``copy`` of the counters after so many ``updates``; wait for it."""
+        total, _, longest, since = copy.read().tolist()
+        return Skips(total, longest, updates - since + 1)
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -117,6 +139,11 @@ class StepOptimizer(OptimizerWrapper):
         self.max_norm = 0.0  # the greatest gradient norm; 0 for no clipping
         self.accumulated = 0  # micro-batches of the current step so far
         self.grad_norm = torch.tensor(torch.nan)
+        self.norms: dict[Tensor, Tensor] = {}  # of each parameter's gradient, before clipping
+        self.known_skipped = 0  # updates that the host knows to be skipped
+        # Called when that grows, on all ranks after the same update, with the number of the first
+        # update that this process has skipped.
+        self.on_skipped: Callable[[int], object] = lambda first: None
         # Else the host decides, and waits for what it needs to know.
         self.skips_on_device: bool = getattr(optim, "_step_supports_amp_scaling", False)
         self.counter = SkipCounter(self.parameters[0].device)
@@ -165,7 +192,8 @@ class StepOptimizer(OptimizerWrapper):
 
     def clip_gradients(self) -> None:
         """Set ``grad_norm``; scale the gradients down to ``max_norm`` if that is above 0."""
-        self.grad_norm = global_grad_norm(self.parameters)
+        self.norms = grad_norms(self.parameters)
+        self.grad_norm = global_grad_norm(self.norms)
         if self.max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, self.grad_norm)
 
@@ -201,7 +229,11 @@ class StepOptimizer(OptimizerWrapper):
     def count_update(self) -> None:
         """Count an update on the host; raise `AgreedError` if too many in a row were skipped."""
         self.accumulated = 0
-        if self.counter.exceeds(self.max_skipped):
+        seen = self.counter.check()
+        if seen is None:
+            return
+        self.note_skipped(seen)
+        if seen.longest > self.max_skipped:
             scale = ""
             if self.scaler:
                 scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}"
@@ -211,6 +243,12 @@ class StepOptimizer(OptimizerWrapper):
                 f"(MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, raise "
                 "WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
             )
+
+    def note_skipped(self, seen: Skips) -> None:
+        """Call `on_skipped` if more updates were skipped than the host knew."""
+        if seen.total > self.known_skipped:
+            self.known_skipped = seen.total
+            self.on_skipped(seen.first)
 
     def _step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
@@ -276,6 +314,7 @@ class StepOptimizer(OptimizerWrapper):
     def load_step_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
+        self.known_skipped = state["skipped"]
         if self.scaler and state["scaler"]:
             # The options, such as the growth interval, are this run's.
             saved = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}

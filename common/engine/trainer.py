@@ -56,6 +56,7 @@ class Trainer(UpstreamTrainer):
 
     Keys of ``states``:
         checkpoint: path of the newest checkpoint. `CheckpointHook` sets it, errors name it.
+        bad_step: what errors say of the first step that was not finite. `BadStepHook` sets it.
         eval: metrics of the last evaluation. `MetricsHook` sets it, `CheckpointHook` reads it.
         figures: further metrics, by a user's hook in an evaluation. `MetricsHook` takes them.
         metrics, step_metrics: of Colossal-AI's hooks. The progress bar shows the latter.
@@ -205,7 +206,8 @@ class Trainer(UpstreamTrainer):
             checkpoint = self.states.get("checkpoint")
             last = f"the last checkpoint is {checkpoint}"
             saved = last if checkpoint else "no checkpoint was saved yet"
-            raise AgreedError(f"{error}; {saved}") from error
+            bad_step = self.states.get("bad_step", "")
+            raise AgreedError(f"{error}; {saved}{bad_step}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
         """Train for the rest of an epoch."""

@@ -21,6 +21,7 @@ from common.files import Values
 from common.hardware import peak_memory
 from common.metrics.evaluation import Counts
 from common.metrics.loggers import PROGRESS_BAR, open_loggers
+from common.metrics.metrics_file import NON_FINITE
 from common.resolutions import resolution_at, schedule_step
 
 
@@ -210,6 +211,10 @@ class MetricsHook(BaseHook):
         trainer.states["eval"] = metrics
         self._log(self._head("eval", trainer) | metrics)
         self.evaluated += time.perf_counter() - self.paused
+
+    def log_non_finite(self, trainer: Trainer, step: int, where: dict[str, int]) -> None:
+        """Log that ``step`` was the first that was not finite, and ``where`` in it."""
+        self._log(self._head(NON_FINITE, trainer) | {"step": step} | where)
 
     def _head(self, kind: str, trainer: Trainer) -> dict[str, Any]:
         """Return what every record begins with."""

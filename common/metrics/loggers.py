@@ -243,7 +243,7 @@ class ProgressBar:
             self._show("img/s", f"{metrics['samples_per_s']:,.0f}")
             if metrics["skipped"]:
                 self._show("skipped", f"{metrics['skipped']}")
-        else:
+        elif metrics["kind"] == "eval":
             self._show("top1", f"{metrics['top1']:.3f}")
             names = dict.fromkeys(["top1", "top5", "loss", self.best])
             figures = ", ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)

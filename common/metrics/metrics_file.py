@@ -1,7 +1,7 @@
 """The records of metrics.jsonl: their fields, how a report titles them, and the reader.
 
-A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optimizer steps, and an
-``eval`` record at each evaluation.
+A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optimizer steps, an
+``eval`` record at each evaluation, and a `NON_FINITE` record of the first step that is not finite.
 """
 
 import math
@@ -17,6 +17,7 @@ from common.files import Count, Values, parse_json, read_bytes
 MAX_METRICS = 1 << 29  # bytes of the file, about 1,500,000 lines
 MAX_LINE = 1 << 16  # bytes
 UNPLOTTED = ("kind", "step", "epoch", "time", "samples")  # fields that are no metrics
+NON_FINITE = "non_finite"  # a kind of record: the step, and if known its micro-batch and rank
 EVALUATED = {"loss", "top1", "top5", "samples"}  # what no eval record lacks
 
 Metrics = Values
@@ -42,7 +43,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, OtherMetric]
 
-    kind: str  # "train" or "eval"
+    kind: str  # "train", "eval" or `NON_FINITE`
     step: Count  # optimizer steps completed
     epoch: float = Field(0.0, ge=0, le=1e12)  # epochs completed, fractional
     time: float = Field(0.0, ge=0, le=1e11)  # Unix time, seconds

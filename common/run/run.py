@@ -34,6 +34,7 @@ from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
 from common.model.flops import flops_per_image, peak_images_per_s
 from common.process import Stopped
+from common.run.bad_step import BadStepHook
 from common.run.replay import Replay
 from common.text import print_wrapped, two_digits
 
@@ -136,7 +137,7 @@ class Run:
             start_from=self.start_from,
             averages=ema.averages if ema else None,
         )
-        hooks = *sizes, metrics, ema, checkpoints
+        hooks = *sizes, BadStepHook(model, metrics), metrics, ema, checkpoints
         return [hook for hook in hooks if hook is not None]
 
     def _build_metrics(self, is_main: bool) -> MetricsHook:

@@ -34,7 +34,7 @@ from common.errors import UserError, command_parser
 from common.files import Values, fingerprint_of, plain_cell, replacing, short_path
 from common.metrics.curves import name_loss
 from common.metrics.evaluation import Best, metric_value, rank_evaluation
-from common.metrics.metrics_file import CHARTS, UNPLOTTED, Chart, Metrics, read_metrics
+from common.metrics.metrics_file import CHARTS, NON_FINITE, UNPLOTTED, Chart, Metrics, read_metrics
 from common.metrics.plot import build_figure
 from common.process import ends_cleanly
 from common.text import counted, list_some, printable
@@ -326,6 +326,10 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     ][-1],
     "Best evaluation, by BEST": _describe_best,
     "Steps": lambda run: run.steps,
+    "First step not finite": lambda run: next(
+        (f"{line['step']:,}: see --replay {line['step']}" for line in run.of_kind(NON_FINITE)),
+        ABSENT,
+    ),
     "Wall time": lambda run: str(timedelta(seconds=round(run.seconds))),
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: (

@@ -313,29 +313,37 @@ def sum_over(group: ParallelMode, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
-def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+def grad_norms(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the 2-norm of each local gradient, a 0-dim tensor, by parameter.
+
+    At least in float32: float16 ends at 65,504.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    grads: list[Any] = [parameter.grad for parameter in trained]
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    return dict(zip(trained, torch._foreach_norm(grads, 2, dtype), strict=True))
+
+
+def global_grad_norm(norms: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the 2-norm of the full model's gradient, a 0-dim tensor; one all-reduce if sharded.
+
+    ``norms`` are those of `grad_norms`.
 
     Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so
     replicas diverge.
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
     # Data-parallel ranks have the same gradient by now.
-    if not is_sharded(trained):
-        return _norm([parameter.grad for parameter in trained])
+    if not is_sharded(norms):
+        return torch.stack([*norms.values()]).norm()
     # Where n ranks have a copy, each counts 1 / n: the sum over ranks has every element once.
-    grads_by_copies = defaultdict(list)
-    for parameter in trained:
-        grads_by_copies[parameter.sharding.copies].append(parameter.grad)
-    square = sum(_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
-    dist.all_reduce(square, group=gpc.get_group(sharing_group(trained)))
+    norms_by_copies = defaultdict(list)
+    for parameter, norm in norms.items():
+        norms_by_copies[parameter.sharding.copies].append(norm)
+    square = sum(
+        torch.stack(group).norm().square() / copies for copies, group in norms_by_copies.items()
+    )
+    dist.all_reduce(square, group=gpc.get_group(sharing_group([*norms])))
     return square.sqrt()
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all tensors together, at least in float32: float16 ends at 65,504."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).norm()
 
 
 def build_reduce_norms() -> Callable[[Tensor, list[Tensor]], Tensor]:

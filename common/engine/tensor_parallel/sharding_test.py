@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.engine.tensor_parallel.layers import ShardedLinear, ShardedNorm
 from common.engine.tensor_parallel.layout import LAYOUTS, Sharding
-from common.engine.tensor_parallel.sharding import build_reduce_norms, global_grad_norm
+from common.engine.tensor_parallel.sharding import build_reduce_norms, global_grad_norm, grad_norms
 from common.engine.upstream import ParallelMode, gpc
 from common.engine.zero import shard_model
 from common.testing.parity_cases import (
@@ -157,4 +157,4 @@ def test_the_norm_of_gradients_in_half_precision_may_exceed_its_range():
     """float16 ends at 65,504."""
     parameter = nn.Parameter(torch.zeros(100, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 20_000)
-    assert global_grad_norm([parameter]).item() == pytest.approx(200_000)
+    assert global_grad_norm(grad_norms([parameter])).item() == pytest.approx(200_000)

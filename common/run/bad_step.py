@@ -1,0 +1,117 @@
+"""The first step that is not finite names itself: its micro-batch, rank, gradient and images."""
+
+from collections import deque
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.data.loader import Loader
+from common.data.sharing import ALONE
+from common.engine.collectives import gather
+from common.engine.host_copy import HostCopy
+from common.engine.step_optimizer import CHECK_EVERY
+from common.engine.step_probes import StepProbe
+from common.engine.tensor_parallel.sharding import named_shards
+from common.engine.trainer import Trainer
+from common.engine.upstream import BaseHook, gpc
+from common.files import Values
+from common.metrics.hook import MetricsHook
+from common.metrics.loggers import warn
+from common.text import list_some
+
+NAMED = 5  # images
+
+
+class BadStepHook(BaseHook):
+    """Say which step was not finite first, as soon as the host learns that updates were skipped.
+
+    On a CPU that is at the step's end, on a GPU up to 40 steps later. Overflows of float16's loss
+    scale are no bad steps. Steps recorded as CUDA graphs leave no probes: of those the step and its
+    images are named, if there is no loss scale.
+    """
+
+    def __init__(self, model: nn.Module, metrics: MetricsHook):
+        super().__init__(priority=-1)  # the metrics' loggers are open then
+        self.model = model
+        self.metrics = metrics
+        self.positions: deque[tuple[int, Values]] = deque(maxlen=2 * CHECK_EVERY)
+
+    def before_train(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.loader: Any = getattr(trainer.train_dataloader, "loader", None)
+        trainer.engine.optimizer.on_skipped = self._note
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        if trainer.engine.optimizer.accumulated == 0 and isinstance(self.loader, Loader):
+            self.positions.append((trainer.step + 1, self.loader.state_dict()))
+
+    def after_train(self, trainer: Trainer) -> None:
+        # On a GPU the last steps are not known yet.
+        optimizer = trainer.engine.optimizer
+        counter = optimizer.counter
+        optimizer.note_skipped(counter.read(HostCopy(counter.counts), counter.updates))
+
+    def _note(self, first: int) -> None:
+        """Say what the ranks know of the first bad step; ``first`` is the first one skipped."""
+        engine = self.trainer.engine
+        probe = next((probe for probe in engine.probes if probe.is_bad()), None)
+        if engine.graphs is not None and engine.optimizer.scaler is None:
+            probe = StepProbe(first)
+        found = [own for own in gather(probe and self._describe(probe)) if own]
+        if not found:
+            return
+        engine.optimizer.on_skipped = lambda first: None  # later ones may follow from this one
+        step = min(own["step"] for own in found)
+        # A rank whose own loss is finite has got the gradient of others.
+        worst = min(found, key=lambda own: (own["step"], not own["where"]))
+        self.trainer.states["bad_step"] = (
+            f"; the first step that was not finite was {step:,}: add --replay {step} to the command"
+        )
+        if self.metrics.loggers:
+            warn(f"step {step:,}: {worst['text']}. For more, add --replay {step} to the command")
+            self.metrics.log_non_finite(self.trainer, step, worst["where"])
+
+    def _describe(self, probe: StepProbe) -> Values:
+        """Return what this rank knows of the step."""
+        number = probe.find_micro_batch()
+        micro_batches = self._list_images(probe.step)
+        where = {}
+        if number is None:
+            # Recorded steps have no losses.
+            text = "a gradient is not finite" if probe.losses else "it is not finite"
+            images = list(chain(*micro_batches))
+        else:
+            where = {"micro_batch": number, "rank": gpc.get_global_rank()}
+            loss = probe.losses[number].item()
+            text = f"the loss of micro-batch {number} on rank {where['rank']} is {loss:.4g}"
+            images = micro_batches[number] if micro_batches else []
+            rows = (~probe.sums[number].isfinite()).nonzero().flatten().tolist()
+            if rows and images:
+                text += f", the output for {len(rows)} of {len(images)} images is not finite"
+                images = [images[row] for row in rows]
+        if images:
+            text += f": {self._name_some(images)}"
+        for name, parameter in reversed(named_shards(self.model).items()):
+            if not probe.norms.get(parameter, torch.zeros(())).isfinite():
+                text += f"; the first gradient, from the output back: {name}"
+                break
+        return {"step": probe.step, "where": where, "text": text}
+
+    def _list_images(self, step: int) -> list[list[int]]:
+        """Return the indices of the images of this rank's micro-batches in ``step``."""
+        position = dict(self.positions).get(step)
+        if position is None:
+            return []
+        # All rows, of which this rank may have decoded some.
+        sampler = replace(self.loader.sampler, sharing=ALONE)
+        draws = sampler.draws(position["epoch"], position["samples"])
+        accumulation = self.trainer.engine.optimizer.accumulation
+        return [draw.indices.tolist() for draw in islice(draws, accumulation)]
+
+    def _name_some(self, images: list[int]) -> str:
+        """Return the files of the first ``images``: a name may have to be read."""
+        shown = [*map(self.loader.name_image, images[:NAMED])]
+        return list_some([*shown, *map(str, images[NAMED:])], NAMED)

@@ -1,0 +1,163 @@
+"""The first step that is not finite names itself, and the image that has broken it."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common.data.batch_augment import BatchAugment
+from common.data.image_split import FolderSplit
+from common.engine.step_optimizer import SkipCounter
+from common.metrics.metrics_file import read_metrics
+from common.run import train as train_module
+from common.testing.parity_cases import CASES
+from common.testing.ranks import run_ranks, slow
+from common.testing.tape import TapeRecording
+from common.testing.tiny_task import train, write_images
+from common.tools import report
+
+SETTINGS = ["TOTAL_BATCH_SIZE=16", "LOG.every=1", "CHECKPOINT_EVERY=2", "KEEP=9", "EVAL_EVERY=9"]
+HALF = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='float16')"
+
+
+class Broken(BatchAugment):
+    """A transform that breaks an image without contrast, as dividing by its deviation does."""
+
+    value = torch.nan
+
+    def __call__(self, images: Tensor, labels: Tensor, *position: object) -> object:
+        is_plain = images.flatten(2).std(2).sum(1) == 0
+        images[is_plain] = self.value
+        return super().__call__(images, labels, *position)
+
+
+class Extreme(Broken):
+    value = 3e38
+
+
+def start(
+    broken: type[Broken], images: Path, run: Path, settings: Sequence[str], *flags: str
+) -> None:
+    with mock.patch.object(train_module, "BatchAugment", broken):
+        train(images, run, *settings, flags=flags)
+
+
+def start_late(*args: object) -> None:
+    """Start with counters that the host reads as a GPU's, not after every update."""
+    build = SkipCounter.__init__
+
+    def build_late(counter: SkipCounter, device: torch.device) -> None:
+        build(counter, device)
+        counter.every = 4
+
+    with mock.patch.object(SkipCounter, "__init__", build_late):
+        start(*args)
+
+
+def start_recorded(*args: object) -> None:
+    """Start with a CPU that records steps as a GPU does."""
+    with mock.patch.dict("common.recording.RECORDINGS", cpu=TapeRecording):
+        start_late(*args)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_images(tmp_path_factory.mktemp("images"))
+    Image.new("RGB", (24, 20), "black").save(folder / "train" / "blue" / "odd.png")
+    return folder
+
+
+def noted(run: Path) -> list[dict]:
+    return [record for record in read_metrics(run) if record["kind"] == "non_finite"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "broken", "start"),
+    [
+        ("none", ["gradient_accumulation=2"], Broken, start),
+        ("none", [], Extreme, start),
+        ("none", [HALF], Broken, start),
+        ("none", ["MIXUP=0.5"], Broken, start),
+        ("none", [], Broken, start_late),
+        ("dp2", [], Broken, start),
+        slow("zero 3", [], Broken, start),
+        slow("2d-4", [], Broken, start),
+        slow("dp2 x 1d-2", [], Broken, start),
+    ],
+)
+def test_the_planted_image_is_named_at_once_and_by_the_replay(
+    mode, settings, broken, start, images, tmp_path, capfd
+):
+    gpus, options = CASES[mode]
+    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    run = tmp_path / "run"
+    run_ranks(gpus, start, broken, images, run, settings)
+    first, *_ = noted(run)
+    said = capfd.readouterr().err
+    where = r"micro-batch (\d) on rank (\d) is nan, the output for (\d) of \d+ images"
+    words = rf"warning: step {first['step']}: the loss of {where} is not finite: (.*); the first "
+    (found,) = re.findall(words, said)
+    micro_batch, rank, count, names = found
+    assert {"micro_batch": int(micro_batch), "rank": int(rank)}.items() <= first.items()
+    # Mixup blends an image with another one.
+    assert int(count) == 1 + ("MIXUP=0.5" in settings) == 1 + names.count(", ")
+    assert f"{images}/train/blue/odd.png" in names
+    assert "; the first gradient, from the output back: head.bias. For more, add --replay" in said
+    assert said.count("is not finite") == 1
+
+    folder = tmp_path / "step"
+    replay = ["--replay", str(first["step"]), "--replay-to", str(folder)]
+    run_ranks(gpus, start, broken, images, run, settings, *replay)
+    planted = json.loads((folder / "step.json").read_text())["images"][0]
+    assert planted["image"].endswith("blue/odd.png") or "MIXUP=0.5" in settings
+    assert planted["micro_batch"] == int(micro_batch)
+    report.main([str(run)])
+    row = f"{first['step']}: see --replay {first['step']}"
+    assert row in (run / "report.html").read_text()
+
+
+def test_a_failed_run_and_a_recorded_one_name_the_step(images, tmp_path, capfd):
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError) as error:
+        run_ranks(1, start, Broken, images, run, [*SETTINGS, "MAX_SKIPPED=0"])
+    (first,) = noted(run)
+    step = first["step"]
+    words = f"; the first step that was not finite was {step}: add --replay {step} to the command"
+    assert words in str(error.value)
+    capfd.readouterr()
+
+    settings = [*SETTINGS, "GRAPHS=True", "NUM_EPOCHS=3"]
+    run_ranks(1, start_recorded, Broken, images, tmp_path / "recorded", settings)
+    (record,) = noted(tmp_path / "recorded")
+    assert record["step"] == step
+    assert f"warning: step {step}: it is not finite: {images}/train/" in capfd.readouterr().err
+
+
+def test_overflows_of_the_loss_scale_are_no_bad_steps(images, tmp_path, capfd):
+    scale = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=2.0**40)"
+    settings = [*SETTINGS, scale, "MAX_SKIPPED=5"]
+    with pytest.raises(RuntimeError, match="6 consecutive updates were skipped"):
+        run_ranks(1, train, images, tmp_path / "run", *settings)
+    assert not noted(tmp_path / "run")
+    assert "is not finite" not in capfd.readouterr().err
+
+
+def test_an_image_with_a_label_outside_is_named_and_left_out(images, tmp_path, capfd):
+    read = FolderSplit.read
+
+    def read_wrongly(split: FolderSplit, index: int) -> tuple:
+        data, label = read(split, index)
+        return data, 9 if split.path(index).name == "odd.png" else label
+
+    with mock.patch.object(FolderSplit, "read", read_wrongly):
+        run_ranks(1, train, images, tmp_path / "run", "MAX_STEPS=10", *SETTINGS)
+    assert f"{images}/train/blue/odd.png: label 9, out of range for 7 classes" in " ".join(
+        capfd.readouterr().err.split()
+    )
+    assert max(record["skipped"] for record in read_metrics(tmp_path / "run")[:-1]) == 0

@@ -471,6 +471,13 @@ class Config(Section):
     MAX_SKIPPED: int = key(20, ge=0)
     """non-finite updates skipped in a row before the run stops"""
 
+    REPLAY_EVERY: int = key(0, ge=0)
+    """steps between two whose first micro-batch is computed twice and compared to the bit
+    (docs/reliability.md); 0: none"""
+
+    MAX_REPLAY_FAULTS: int = key(0, ge=0)
+    """comparisons of `REPLAY_EVERY` that may differ before the run ends"""
+
     TIMEOUT: Number = key(600, ge=1, le=10**7)
     """seconds without progress after which the run ends; must exceed the time to write a
     checkpoint"""

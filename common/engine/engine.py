@@ -21,6 +21,7 @@ from common.engine.amp import MixedPrecision, build_mixed_precision
 from common.engine.compiler import compile_model, should_compile
 from common.engine.lost_ranks import naming_lost_ranks
 from common.engine.noise_scale import NoiseScale, build_noise_scale
+from common.engine.repeated_pass import RepeatedPass
 from common.engine.step_graph import StepGraphs, build_step_graphs, say_plain
 from common.engine.step_optimizer import CHECK_EVERY, MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.engine.step_probes import StepProbe
@@ -64,6 +65,7 @@ class Engine(UpstreamEngine):
         lr_scheduler: OncePerStep | None = None,
         noise_scale: NoiseScale | None = None,
         graphs: StepGraphs | None = None,
+        repeated_pass: RepeatedPass | None = None,
         **kwargs: Any,
     ):
         if precision is None:
@@ -72,6 +74,7 @@ class Engine(UpstreamEngine):
         self.precision = precision
         self.noise_scale = noise_scale
         self.lr_scheduler = lr_scheduler
+        self.repeated_pass = repeated_pass
         # Called in training when a phase begins ("forward", "backward", "rest"), to time it.
         self.on_phase: Callable[[str], object] = lambda phase: None
         self.device = get_accelerator().get_current_device()
@@ -90,6 +93,8 @@ class Engine(UpstreamEngine):
         optimizer = self.optimizer
         for number in range(optimizer.accumulation):
             batch = self._load_batch(batches)
+            if number == 0 and self.repeated_pass:
+                self.repeated_pass.check(self, *batch)
             result = self._run("next" if number else "first", self._add_gradients, *batch)
             # Counted here, as all on the host: the part may have been a replay.
             optimizer.accumulated = number + 1
@@ -274,9 +279,10 @@ def initialize(
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``.
 
     Call it after a launch. Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``,
-    ``torch_ddp``, ``MAX_SKIPPED``, ``COMPILE``, ``GRAPHS``, ``TF32``, ``cudnn_benchmark``,
-    ``cudnn_deterministic`` and ``LOG.noise_scale``; the engine also reads ``zero`` if `shard_model`
-    sharded the model by it. Gives each data-parallel rank its own random numbers.
+    ``torch_ddp``, ``MAX_SKIPPED``, ``REPLAY_EVERY``, ``MAX_REPLAY_FAULTS``, ``COMPILE``,
+    ``GRAPHS``, ``TF32``, ``cudnn_benchmark``, ``cudnn_deterministic`` and ``LOG.noise_scale``; the
+    engine also reads ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel
+    rank its own random numbers.
 
     Replaces legacy/initialize.py:242, whose ``verbose`` has no effect: nothing is printed.
     As there, ``model`` and ``optimizer`` may be functions that build them, of nothing and of the
@@ -303,12 +309,14 @@ def initialize(
     step_optimizer = _build_step_optimizer(model, optimizer, precision, config)
     # Before the model is wrapped in DDP: its blocks are compiled one by one.
     compiles = config.get("COMPILE", False)
+    every = config.get("REPLAY_EVERY", 0)
     if should_compile(compiles, device.type):
         # Small batches may have smaller micro-batches. Those by the noise halve a few times.
         batches = config.get("BATCH_SIZES", ())
         batches = HALVINGS if batches == "noise" else len(batches)
         sizes = (1 + len(config.get("IMAGE_SIZES", ()))) * (1 + batches)
-        compile_model(model, compiles, sizes=sizes)
+        # Passes that are compared are compiled anew, with deterministic kernels.
+        compile_model(model, compiles, sizes=2 * sizes if every else sizes)
     is_wanted = config.get("LOG", {}).get("noise_scale", False)
     noise_scale = build_noise_scale(model, optimizer, step_optimizer.accumulation, is_wanted)
     lr_schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
@@ -322,6 +330,7 @@ def initialize(
         lr_scheduler=lr_schedule,
         noise_scale=noise_scale,
         graphs=build_step_graphs(config.get("GRAPHS", False), device, step_optimizer),
+        repeated_pass=RepeatedPass(every, config.get("MAX_REPLAY_FAULTS", 0)) if every else None,
     )
     # The weights, equal on all ranks, are drawn by now. Dropout has to differ between ranks.
     gpc.separate_data_parallel_seeds()

@@ -85,10 +85,10 @@ class StepGraphs:
     def run(self, part: str, function: Callable[[], Any]) -> Any:
         """Run ``function``, a part of a step, or replay it."""
         if self.steps < WARM_UP:
-            result = self._on_stream(function)
+            result = self.on_stream(function)
         else:
             if part not in self.parts:
-                self._on_stream(partial(self._record, part, function))
+                self.on_stream(partial(self._record, part, function))
             self.parts[part].replay()
             result = self.results[part]
         self.steps += part == "update"
@@ -109,7 +109,7 @@ class StepGraphs:
             ) from error
         self.parts[part] = recording
 
-    def _on_stream(self, function: Callable[[], Result]) -> Result:
+    def on_stream(self, function: Callable[[], Result]) -> Result:
         """Call ``function`` on the stream that records."""
         if self.stream is None:
             return function()

@@ -1,0 +1,125 @@
+"""REPLAY_EVERY finds what two passes compute differently, and leaves no trace in a run."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine import repeated_pass
+from common.engine.upstream import gpc
+from common.errors import AgreedError
+from common.recording import RECORDINGS
+from common.testing.bit_flips import BITS, PLACES, find_flips
+from common.testing.checkpoints import read_result
+from common.testing.parity_cases import CASES
+from common.testing.ranks import run_ranks, slow
+from common.testing.tape import TapeRecording
+from common.testing.tiny_task import train, write_images
+
+SETTINGS = ["TOTAL_BATCH_SIZE=16", "LOG.every=1", "EMA=0.9", "MIXUP=0.5", "CHECKPOINT_EVERY=2"]
+HALF = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='float16')"
+DROPOUT = "MODEL.dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("none", [HALF, DROPOUT, "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8)]"]),
+        ("none", ["GRAPHS=True", "NUM_EPOCHS=2"]),
+        ("dp2", ["MODEL=dict(timm='resnet10t', image_size=16)"]),  # batch norms
+        slow("dp2", [DROPOUT, "gradient_accumulation=2"]),
+        slow("zero 1", [DROPOUT, "gradient_accumulation=2"]),
+        slow("zero 3", [DROPOUT]),
+        slow("2d-4", [DROPOUT, "gradient_accumulation=2"]),
+        slow("3d-8", [DROPOUT]),
+    ],
+)
+def test_a_run_has_the_same_bits_with_it(mode, settings, images, tmp_path, monkeypatch):
+    monkeypatch.setitem(RECORDINGS, "cpu", TapeRecording)
+    gpus, options = CASES[mode]
+    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    results = []
+    for every in (0, 3):
+        run = tmp_path / str(every)
+        calls = run_ranks(gpus, count_checks, images, run, [*settings, f"REPLAY_EVERY={every}"])
+        # Of eight steps, the second, third and sixth have two passes more.
+        assert calls == [6 if every else 0] * gpus
+        results.append(read_result(run))
+    assert results[0] == results[1]
+
+
+def count_checks(images: Path, run: Path, settings: Sequence[str]) -> int:
+    with mock.patch.object(
+        repeated_pass, "_sum_gradients", wraps=repeated_pass._sum_gradients
+    ) as compute:
+        train(images, run, *settings)
+    return compute.call_count
+
+
+@pytest.mark.parametrize("mode", ["dp2", slow("zero 3"), slow("1d-2"), slow("2d-4")])
+def test_each_flip_that_changes_a_gradient_is_found_and_none_else(mode):
+    flips = 2 * len(BITS) * len(PLACES)
+    by_rank = run_ranks(CASES[mode][0], find_flips, mode, flips, 1, False)
+    found = [bool(row.ranks) for row in by_rank[0]]
+    assert found == [any(row.changed for row in rows) for rows in zip(*by_rank, strict=True)]
+    assert sum(found) > flips / 2
+    if mode == "dp2":  # elsewhere ranks exchange what the flip has changed
+        assert {tuple(row.ranks) for row in by_rank[0]} == {(), (1,)}
+
+
+def test_a_flip_that_stays_is_not_found():
+    rows, _ = run_ranks(2, find_flips, "dp2", len(BITS), 1, True)
+    assert not any(row.ranks for row in rows)
+
+
+def start_faulty(images: Path, run: Path, settings: Sequence[str]) -> None:
+    """Train; in each third check, the second pass of rank 1 differs in two gradients."""
+    compute = repeated_pass._sum_gradients
+    passes = []
+
+    def compute_wrongly(*args: object) -> Tensor:
+        sums_P2 = compute(*args)
+        passes.append(sums_P2)
+        if gpc.get_global_rank() == 1 and len(passes) % 6 == 0:
+            sums_P2[3:5, 1] += 1
+        return sums_P2
+
+    with mock.patch.object(repeated_pass, "_sum_gradients", compute_wrongly):
+        train(images, run, *settings)
+
+
+def test_a_difference_ends_the_run_with_its_rank_or_is_counted(images, tmp_path, capfd):
+    settings = [*SETTINGS, "REPLAY_EVERY=3"]
+    words = (
+        r"step 6: two passes from the same state differ on rank 1 \(\S+, CPU\): 2 of 32 gradients; "
+    )
+    with pytest.raises(RuntimeError, match=rf"{words}.*\(MAX_REPLAY_FAULTS=0\); "):
+        run_ranks(2, start_faulty, images, tmp_path / "run", settings)
+    capfd.readouterr()
+    run_ranks(2, start_faulty, images, tmp_path / "counted", [*settings, "MAX_REPLAY_FAULTS=1"])
+    said = " ".join(capfd.readouterr().err.split())
+    assert re.search(f"warning: {words}", said)
+    assert len(read_result(tmp_path / "counted")["metrics.jsonl"]) > 8
+
+
+def test_operations_without_a_deterministic_kernel_are_refused_by_name():
+    """A GPU is not needed: torch raises it in the pass."""
+    reason = "upsample_bicubic2d_backward_out_cuda does not have a deterministic implementation"
+
+    def compute() -> None:
+        with repeated_pass._deterministic(torch.device("cuda")):
+            assert torch.are_deterministic_algorithms_enabled()
+            raise RuntimeError(f"{reason}, but you set torch.use_deterministic_algorithms(True)")
+
+    with pytest.raises(AgreedError, match=f"REPLAY_EVERY: {reason}"):
+        compute()
+    assert not torch.are_deterministic_algorithms_enabled()

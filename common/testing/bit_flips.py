@@ -1,0 +1,217 @@
+"""Flip single bits on one rank while REPLAY_EVERY computes a micro-batch twice; count the finds.
+
+python -m common.testing.bit_flips              the table of docs/reliability.md
+python -m common.testing.bit_flips --steps 10000     alarms without a flip, and the cost
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle, product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from common.engine import repeated_pass
+from common.engine.engine import Engine
+from common.engine.tensor_parallel.sharding import named_shards
+from common.engine.upstream import ParallelMode, gpc
+from common.testing.parity_cases import CASES, build_engine, micro_batches
+from common.testing.ranks import launched, run_ranks
+
+# Bits of a float32; of the exponent any.
+BITS = {"sign": [31], "exponent": range(23, 31), "mantissa's top": [22], "mantissa's middle": [11]}
+REPEATED = dict(REPLAY_EVERY=1, MAX_REPLAY_FAULTS=10**9)
+
+
+class Found(NamedTuple):
+    place: str
+    bit: str
+    ranks: list[int]  # that differ, as the check says
+    changed: bool  # whether this rank's gradients differ in any bit
+
+
+def draw_index(tensor: Tensor, draw: random.Random) -> tuple[int, ...]:
+    return tuple(draw.randrange(size) for size in tensor.shape)
+
+
+def flip(tensor: Tensor, index: tuple[int, ...], bit: int) -> None:
+    """Flip a bit of an element in place."""
+    bits = tensor.detach().view(torch.int32)
+    bits[index] ^= -(2**31) if bit == 31 else 1 << bit
+
+
+@contextmanager
+def flipped_weight(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit of a weight in one pass."""
+    parameter = draw.choice([p for p in named_shards(model).values() if p.numel()])
+    index = draw_index(parameter, draw)
+    flip(parameter, index, bit)
+    yield
+    flip(parameter, index, bit)
+
+
+@contextmanager
+def flipped_activation(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit in the output of a layer in one pass."""
+
+    def change(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        flip(output.data, draw_index(output, draw), bit)
+
+    handle = draw.choice(list_layers(model)).register_forward_hook(change)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def flipped_gradient(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit in the gradient of a layer's output in one pass."""
+
+    def change(grad: Tensor) -> Tensor:
+        changed = grad.clone()
+        flip(changed, draw_index(grad, draw), bit)
+        return changed
+
+    def watch(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(change)
+
+    handle = draw.choice(list_layers(model)).register_forward_hook(watch)
+    yield
+    handle.remove()
+
+
+def list_layers(model: nn.Module) -> list[nn.Module]:
+    kinds = ("Linear", "Norm")
+    return [layer for layer in model.modules() if any(k in type(layer).__name__ for k in kinds)]
+
+
+PLACES = {
+    "weight": flipped_weight,
+    "activation": flipped_activation,
+    "gradient": flipped_gradient,
+}
+
+
+def build(**config: Any) -> tuple[Engine, list[Any]]:
+    """Return an engine of the tiny model that has trained for a step, and batches on the device."""
+    _, _, engine = build_engine("adamw")
+    engine.train()
+    rank = gpc.get_local_rank(ParallelMode.DATA)
+    batches = [*micro_batches(2, rank, gpc.get_world_size(ParallelMode.DATA))][:2]
+    list(engine.train_step(iter(batches)))
+    return engine, batches
+
+
+class FaultyPass:
+    """Stands in for `repeated_pass._sum_gradients`: ``fault`` acts in its first calls."""
+
+    def __init__(self, fault: AbstractContextManager[None], passes: int):
+        self.fault = fault
+        self.passes = passes
+        self.calls = 0
+        self.gradients: list[list[Tensor]] = [[], []]  # of each pass
+
+    def __call__(self, *args: Any) -> Tensor:
+        if self.calls == 0 and self.passes:
+            self.fault.__enter__()
+        with mock.patch.object(repeated_pass, "_sum_bits", self.keep):
+            sums = compute_sums(*args)
+        self.calls += 1
+        if self.calls == self.passes:
+            self.fault.__exit__(None, None, None)
+        return sums
+
+    def keep(self, grad: Tensor) -> Tensor:
+        self.gradients[self.calls].append(grad.view(torch.int32).clone())
+        return sum_bits(grad)
+
+
+compute_sums = repeated_pass._sum_gradients
+sum_bits = repeated_pass._sum_bits
+
+
+def find_flips(mode: str, flips: int, faulty: int, lasting: bool) -> list[Found]:
+    """Inject ``flips`` on rank ``faulty`` in turns of `PLACES` and `BITS`; return what was found.
+
+    A flip is in one of the two passes. With ``lasting`` those of weights are in both, and there are
+    no others.
+    """
+    rows = []
+    places = ["weight"] if lasting else [*PLACES]
+    kinds = cycle(product(BITS, places))
+    with launched(**CASES[mode][1], **REPEATED):
+        engine, batches = build()
+        check = engine.repeated_pass
+        assert check
+        passes = (1 + lasting) * (gpc.get_global_rank() == faulty)
+        for number, (bit, place) in zip(range(flips), kinds, strict=False):
+            draw = random.Random(number)
+            fault = PLACES[place](engine.model, draw, draw.choice(BITS[bit]))
+            faulty_pass = FaultyPass(fault, passes)
+            with (
+                mock.patch.object(repeated_pass, "_sum_gradients", faulty_pass),
+                mock.patch.object(check, "_report") as report,
+            ):
+                check.check(engine, *engine._load_batch(iter(batches)))
+            found = report.call_args.args[2] if report.called else ()
+            changed = not all(map(torch.equal, *faulty_pass.gradients))
+            rows.append(Found(place, bit, [int(text.split()[1]) for text in found], changed))
+    return rows
+
+
+def count(mode: str, flips: int, lasting: bool = False) -> None:
+    """Print a row for each place: found of injected, by bit."""
+    by_rank = run_ranks(CASES[mode][0], find_flips, mode, flips, 1, lasting)
+    changed = sum(any(row.changed for row in rows) for rows in zip(*by_rank, strict=True))
+    rows = by_rank[0]
+    for place in dict.fromkeys(row.place for row in rows):
+        cells = []
+        for bit in BITS:
+            ranks = [row.ranks for row in rows if (row.place, row.bit) == (place, bit)]
+            cells.append(f"{bit} {sum(map(bool, ranks))} of {len(ranks)}")
+        print(f"{mode}, {place}: {', '.join(cells)}", flush=True)
+    found = [row.ranks for row in rows if row.ranks]
+    alone = found.count([1])
+    print(
+        f"{mode}: {changed} of {flips} changed a gradient; found {len(found)}, in {alone} rank 1 "
+        "alone is named",
+        flush=True,
+    )
+
+
+def train_clean(steps: int) -> None:
+    """Train with a check in every step; print alarms and cost."""
+    with launched(REPLAY_EVERY=1):
+        engine, batches = build()
+        check = engine.repeated_pass
+        seconds = {True: 0.0, False: 0.0}
+        for step in range(2 * steps):
+            engine.repeated_pass = check if step % 2 else None  # interleaved
+            begun = time.process_time()
+            list(engine.train_step(iter(batches)))
+            seconds[bool(step % 2)] += time.process_time() - begun
+        assert check
+        share = seconds[True] / seconds[False] - 1
+        print(
+            f"{steps} checked steps, alarms: {check.differing}; a check costs {share:.2f} steps of "
+            f"CPU time: with REPLAY_EVERY=1000 {share / 1000:.3%}"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--flips", type=int, default=100)
+    args = parser.parse_args()
+    if args.steps:
+        torch.set_num_threads(1)
+        train_clean(args.steps)
+    else:
+        for mode in ("dp2", "1d-2", "zero 3"):
+            count(mode, args.flips)
+        print("a weight's flip that stays, in both passes:")
+        count("dp2", args.flips // 4, lasting=True)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from common.testing.bit_flips import BITS, PLACES, find_flips
 from common.testing.checkpoints import read_result
 from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks, slow
+from common.testing.simulated_gpu import simulate_gpu
 from common.testing.tape import TapeRecording
 from common.testing.tiny_task import train, write_images
 
@@ -81,15 +83,15 @@ def test_a_flip_that_stays_is_not_found():
     assert not any(row.ranks for row in rows)
 
 
-def start_faulty(images: Path, run: Path, settings: Sequence[str]) -> None:
-    """Train; in each third check, the second pass of rank 1 differs in two gradients."""
+def start_faulty(images: Path, run: Path, settings: Sequence[str], faulty: int = 1) -> None:
+    """Train; in each third check, the second pass of a rank differs in two gradients."""
     compute = repeated_pass._sum_gradients
     passes = []
 
     def compute_wrongly(*args: object) -> Tensor:
         sums_P2 = compute(*args)
         passes.append(sums_P2)
-        if gpc.get_global_rank() == 1 and len(passes) % 6 == 0:
+        if gpc.get_global_rank() == faulty and len(passes) % 6 == 0:
             sums_P2[3:5, 1] += 1
         return sums_P2
 
@@ -109,6 +111,26 @@ def test_a_difference_ends_the_run_with_its_rank_or_is_counted(images, tmp_path,
     said = " ".join(capfd.readouterr().err.split())
     assert re.search(f"warning: {words}", said)
     assert len(read_result(tmp_path / "counted")["metrics.jsonl"]) > 8
+
+
+def start_on_gpu(*args: Any) -> None:
+    simulate_gpu()
+    start_faulty(*args, faulty=0)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_computes_the_same_bits_and_is_named_as_its_driver_does(
+    graphs, images, tmp_path, capfd
+):
+    settings = [*SETTINGS, DROPOUT, "COMPILE=False", f"GRAPHS={graphs}", "MAX_REPLAY_FAULTS=9"]
+    results = []
+    for every in (0, 3):
+        run = tmp_path / str(every)
+        run_ranks(1, start_on_gpu, images, run, [*settings, f"REPLAY_EVERY={every}"])
+        results.append(read_result(run))
+    assert results[0] == results[1]
+    said = " ".join(capfd.readouterr().err.split())
+    assert re.search(r"warning: step 6: .* rank 0 \(\S+, GPU-8a6d\): 2 of 32 gradients", said)
 
 
 def test_operations_without_a_deterministic_kernel_are_refused_by_name():

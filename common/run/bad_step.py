@@ -81,7 +81,7 @@ class BadStepHook(BaseHook):
         where = {}
         if number is None:
             # Recorded steps have no losses.
-            text = "a gradient is not finite" if probe.losses else "it is not finite"
+            text = f"{'' if probe.losses else 'the loss or '}a gradient is not finite"
             images = list(chain(*micro_batches))
         else:
             where = {"micro_batch": number, "rank": gpc.get_global_rank()}

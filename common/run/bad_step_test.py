@@ -136,7 +136,10 @@ def test_a_failed_run_and_a_recorded_one_name_the_step(images, tmp_path, capfd):
     run_ranks(1, start_recorded, Broken, images, tmp_path / "recorded", settings)
     (record,) = noted(tmp_path / "recorded")
     assert record["step"] == step
-    assert f"warning: step {step}: it is not finite: {images}/train/" in capfd.readouterr().err
+    assert (
+        f"warning: step {step}: the loss or a gradient is not finite: {images}/train/"
+        in capfd.readouterr().err
+    )
 
 
 def test_overflows_of_the_loss_scale_are_no_bad_steps(images, tmp_path, capfd):

@@ -1,6 +1,7 @@
 """A step of a run is taken again, to the bit, and said to be what was planted in it."""
 
 import json
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ ROWS = [
     slow("2d-4", []),
     slow("3d-8", []),
 ]
+RANDOM_ROWS = [("none", [HALF]), ("dp2", []), ("2d-4", []), ("zero 3", [])]
 
 
 def start(images: Path, run: Path, settings: Sequence[str], flags: Sequence[str] = ()) -> None:
@@ -86,6 +88,19 @@ def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
     # The norms of the tensors make up the whole one, whatever cuts them.
     squares = sum(row["gradient"] ** 2 for row in told["tensors"])
     assert squares**0.5 == pytest.approx(record["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "settings"), RANDOM_ROWS)
+def test_random_steps_are_replayed_to_the_bit(mode, settings, images, tmp_path, capfd):
+    gpus, options = CASES[mode]
+    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    run = tmp_path / "run"
+    run_ranks(gpus, train, images, run, *settings)
+    for step in random.Random(mode).sample(range(1, 13), 5):
+        capfd.readouterr()
+        run_ranks(gpus, start, images, run, settings, ["--replay", str(step)])
+        assert "metrics.jsonl: equal to the bit at" in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_saw(images, tmp_path):

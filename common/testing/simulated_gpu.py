@@ -279,7 +279,7 @@ def simulate_gpu() -> SimulatedGpu:
         set_device=None,
         get_device_name=name,
         get_device_capability=(9, 0),
-        get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name),
+        get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name, uuid="8a6d"),
         is_bf16_supported=True,
         _lazy_init=None,
         max_memory_allocated=0,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +25,17 @@ MAX_SKIPPED = 20  # consecutive updates
 CHECK_EVERY = 20  # updates between two copies of a GPU's counters; each is read at the next
 
 
-class Skips(NamedTuple):
-    """Skipped updates, as the host knows them."""
-
-    total: int
-    longest: int  # streak
-    first: int  # the number of the first that this process has skipped
-
-
 class SkipCounter:
     """Count skipped updates on ``device``: total skipped, current streak, longest streak.
 
-    ``since`` counts all updates from the first skipped one on, that of this process.
+    ``clean`` counts the updates of this process before the first skipped one.
     """
 
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
-        self.updates = 0
+        self.updates = self.start = 0
         self.counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self.total, self.streak, self.longest, self.since = self.counts.unbind()
+        self.total, self.streak, self.longest, self.clean = self.counts.unbind()
         self.copy: HostCopy | None = None
 
     def count(self, skipped: Tensor) -> None:
@@ -54,9 +46,9 @@ class SkipCounter:
         self.streak += 1
         self.streak *= skipped
         self.longest.clamp_(min=self.streak)
-        self.since += self.longest > 0
+        self.clean += self.longest == 0
 
-    def check(self) -> "Skips | None":
+    def check(self) -> list[int] | None:
         """Count an update on the host; return the counters, None between two checks.
 
         On a GPU each check has the counters of the one before, for which it does not wait.
@@ -65,14 +57,8 @@ class SkipCounter:
         if self.updates % self.every:
             return None
         before, self.copy = self.copy, HostCopy(self.counts)
-        if self.copy.is_ready:
-            return self.read(self.copy, self.updates)
-        return before and self.read(before, self.updates - self.every)
-
-    def read(self, copy: HostCopy, updates: int) -> "Skips":
-        """Return a ``copy`` of the counters after so many ``updates``; wait for it."""
-        total, _, longest, since = copy.read().tolist()
-        return Skips(total, longest, updates - since + 1)
+        seen = self.copy if self.copy.is_ready else before
+        return seen and seen.read().tolist()
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -82,7 +68,7 @@ class SkipCounter:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.updates = state["updates"]
+        self.updates = self.start = state["updates"]
         self.total.fill_(state["skipped"])
         # An earlier, longer streak has not ended the run: it need not be saved.
         self.streak.fill_(state["skipped_in_a_row"])
@@ -229,11 +215,12 @@ class StepOptimizer(OptimizerWrapper):
     def count_update(self) -> None:
         """Count an update on the host; raise `AgreedError` if too many in a row were skipped."""
         self.accumulated = 0
-        seen = self.counter.check()
-        if seen is None:
+        counts = self.counter.check()
+        if counts is None:
             return
-        self.note_skipped(seen)
-        if seen.longest > self.max_skipped:
+        self.note_skipped(counts)
+        _, _, longest, _ = counts
+        if longest > self.max_skipped:
             scale = ""
             if self.scaler:
                 scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}"
@@ -244,11 +231,12 @@ class StepOptimizer(OptimizerWrapper):
                 "WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
             )
 
-    def note_skipped(self, seen: Skips) -> None:
-        """Call `on_skipped` if more updates were skipped than the host knew."""
-        if seen.total > self.known_skipped:
-            self.known_skipped = seen.total
-            self.on_skipped(seen.first)
+    def note_skipped(self, counts: list[int]) -> None:
+        """Call `on_skipped` if by the counters more updates were skipped than the host knew."""
+        total, *_, clean = counts
+        if total > self.known_skipped:
+            self.known_skipped = total
+            self.on_skipped(self.counter.start + clean + 1)
 
     def _step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""

@@ -11,7 +11,6 @@ from torch import nn
 from common.data.loader import Loader
 from common.data.sharing import ALONE
 from common.engine.collectives import gather
-from common.engine.host_copy import HostCopy
 from common.engine.step_optimizer import CHECK_EVERY
 from common.engine.step_probes import StepProbe
 from common.engine.tensor_parallel.sharding import named_shards
@@ -51,8 +50,7 @@ class BadStepHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         # On a GPU the last steps are not known yet.
         optimizer = trainer.engine.optimizer
-        counter = optimizer.counter
-        optimizer.note_skipped(counter.read(HostCopy(counter.counts), counter.updates))
+        optimizer.note_skipped(optimizer.counter.counts.tolist())
 
     def _note(self, first: int) -> None:
         """Say what the ranks know of the first bad step; ``first`` is the first one skipped."""

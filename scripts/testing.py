@@ -108,8 +108,9 @@ def train(model: nn.Module, optimizer: Optimizer, criterion: nn.Module, work: Wo
 
 def ours(work: Work) -> None:
     """Train by cifar10_benchmark/train.py, with all its hooks, without an evaluation."""
-    work.fill()
-    data = DataSummary(64 * len(work), 10_000, 10, fingerprint="none")
+    config = work.fill()
+    # one epoch
+    data = DataSummary(config["TOTAL_BATCH_SIZE"] * len(work), 10_000, 10, fingerprint="none")
     instead: dict[str, Any] = dict(
         TASK=replace(train_cifar10.TASK, describe=lambda _: data),
         build_train_loader=lambda *_, **__: work,

@@ -23,6 +23,8 @@ SETTINGS = ("COMPILE=False", "TOTAL_BATCH_SIZE=16", "MODEL.heads=4", "EVAL_EVERY
 ALLOWED = {
     "common/engine/groups.py:join_groups",
     "common/engine/engine.py:initialize",
+    "common/engine/noise_scale.py:NoiseScale.__init__",
+    "common/run/bad_step.py:BadStepHook.after_train",
     "common/data/crops.py:Normalizer.__init__",
     "common/metrics/hook.py:MetricsHook.state_dict",
     "common/metrics/hook.py:MetricsHook.load_state_dict",

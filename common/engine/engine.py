@@ -404,6 +404,29 @@ def set_backends(config: Values) -> None:
     cudnn.allow_tf32 = allows_tf32
 
 
+class FixedBuckets(DistributedDataParallel):
+    """DDP whose gradients are in the same buckets in all steps, from the last parameter on.
+
+    torch (nn/parallel/distributed.py:154) sums the first step's gradients in one bucket, later ones
+    in buckets ordered by that step's backward pass. A sum over three or more ranks rounds by a
+    number's position in its bucket: the step after a resume would differ.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any):
+        super().__init__(model, **options)
+        self.build_buckets()
+
+    def build_buckets(self) -> None:
+        """Do what DDP does after the first step, by the order of the parameters."""
+        # As DDP does for a rank that has no batch in the first step (`Join`).
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, is_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], is_sparse[::-1]
+
+
 def _wrap_in_ddp(model: nn.Module, config: Values) -> nn.Module:
     """Wrap ``model`` in DDP on several data-parallel ranks.
 
@@ -416,7 +439,10 @@ def _wrap_in_ddp(model: nn.Module, config: Values) -> nn.Module:
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]
     options["process_group"] = gpc.get_group(ParallelMode.DATA)
+    # DDP keeps its first buckets itself if a step may leave out parameters.
+    rebuilds = options.get("static_graph") or not options.get("find_unused_parameters")
+    wrapper = FixedBuckets if rebuilds else DistributedDataParallel
     with warnings.catch_warnings():
         # torch's new name for it means something else at the start.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
-        return DistributedDataParallel(model, **options)
+        return wrapper(model, **options)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 
+from common.engine.engine import FixedBuckets
 from common.engine.groups import RepairedContext, join_groups, shutdown
 from common.engine.tensor_parallel import layers
 from common.files import Values
@@ -40,6 +41,8 @@ def allow_fake_launches() -> None:
         (layers, "random_stream", lambda device, number: nullcontext()),
         # The loss scaler reads it for overflows.
         (Tensor, "item", lambda tensor: 0.0),
+        # Reads values too. With one bucket the same bytes are sent.
+        (FixedBuckets, "build_buckets", lambda ddp: None),
         # FSDP cuts every parameter into as many tensors as there are ranks; rank 0 keeps the first
         (_fsdp_param, "_chunk_with_empty", first_chunk),
         # Swaps tensors, which fake tensors do not support.

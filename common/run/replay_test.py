@@ -39,6 +39,7 @@ ROWS = [
     ("none", ["gradient_accumulation=2"]),
     ("none", [HALF]),
     ("dp2", []),
+    slow("dp4", []),
     ("zero 3", []),
     slow("2d-4", []),
     slow("3d-8", []),
@@ -66,7 +67,7 @@ def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
     mode, settings, images, tmp_path, capfd
 ):
-    gpus, options = CASES[mode]
+    gpus, options = (CASES | {"dp4": (4, {})})[mode]
     settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
     run = tmp_path / "run"
     run_ranks(gpus, train, images, run, *settings)

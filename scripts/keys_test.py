@@ -363,8 +363,8 @@ OF_EVERY_SCRIPT = [
     Row("INIT", "@run", lambda run: run.model.norm.bias.any().item(), True),
     Row("IMAGE_SIZES", "[(2, 8)]", lambda run: run.images.shape[-1], 8),
     Row("BATCH_SIZES", "[(2, 8)]", lambda run: len(run.images), 8),
-    # 12 steps of 4 images in each of 4 epochs, 25 of 2 without it
-    Row("SMALLEST_BATCH", "4", attribute("last_step"), 48, [*NOISE, "MICRO_BATCH_SIZE=1"]),
+    # half as many steps of 4 images as of 2, as many as the data set has
+    Row("SMALLEST_BATCH", "4", attribute("last_step"), OTHER, [*NOISE, "MICRO_BATCH_SIZE=1"]),
     Row("TOTAL_BATCH_SIZE", "8", lambda run: len(run.images), 8),
     Row("MICRO_BATCH_SIZE", "4", lambda run: len(run.images), 4),
     Row("MIXUP", "0.5", blend, Blend(0.5, 0.0)),

@@ -40,7 +40,7 @@ from common.process import at_end
 
 # Optimizers whose update of a number depends on the rest of its tensor.
 OF_WHOLE_TENSORS = re.compile("lamb|lars|came|adafactor|muon|galore|lbfgs|novograd|adamp|sgdp|mars")
-HALVINGS = 10  # more than BATCH_SIZES="noise" is likely to have
+MOST_BATCHES = 10  # more than BATCH_SIZES="noise" is likely to choose
 
 
 class Engine(UpstreamEngine):
@@ -126,14 +126,13 @@ class Engine(UpstreamEngine):
         optimizer.sum_gradients()
         # Divide by the loss scale of float16, before clipping: that needs the true norm.
         optimizer.unscale_gradients()
-        if self.noise_scale:
-            self.noise_scale.measure_gradient()
         # The norm is that over all shards, the same on all ranks.
         optimizer.clip_gradients()
         if self.noise_scale:
-            # The noise scale needs the norm before clipping, which `grad_norm` is.
+            # The noise scale needs the norms before clipping, which these are.
+            norms = optimizer.grad_norm, optimizer.norms
             sizes = optimizer.accumulation, self.schedule.batch_size
-            self.noise_scale.add_step(optimizer.grad_norm, optimizer.scaler, *sizes)
+            self.noise_scale.add_step(*norms, optimizer.scaler, *sizes)
         # If the norm is not finite, all ranks skip the update, without the host knowing.
         optimizer.update()
 
@@ -313,7 +312,7 @@ def initialize(
     if should_compile(compiles, device.type):
         # Small batches may have smaller micro-batches. Those by the noise halve a few times.
         batches = config.get("BATCH_SIZES", ())
-        batches = HALVINGS if batches == "noise" else len(batches)
+        batches = MOST_BATCHES if batches == "noise" else len(batches)
         sizes = (1 + len(config.get("IMAGE_SIZES", ()))) * (1 + batches)
         # Passes that are compared are compiled anew, with deterministic kernels.
         compile_model(model, compiles, sizes=2 * sizes if every else sizes)

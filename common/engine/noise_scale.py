@@ -163,21 +163,27 @@ class NoiseScale:
         every = [norms.get(number, self.missing) for number in range(len(self.shards))]
         return torch.stack(every).double().square() / self.copies
 
-    def measure_gradient(self) -> None:
-        """Take the norms of the step's gradient, of all micro-batches, before it is clipped."""
-        if self.update_norms is None:
-            return
-        grads = {n: shard.grad for n, shard in enumerate(self.shards) if shard.grad is not None}
-        norms = _norms([*grads.values()])
-        self.big = self._squares(dict(zip(grads, norms, strict=True))) * self.ranks_of_step
+    def _squares_of_step(self, norms: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return the squares by tensor whose mean over all ranks is that of the full tensor.
+
+        ``norms`` are of this rank's shards, by shard.
+        """
+        known = {n: norms[shard] for n, shard in enumerate(self.shards) if shard in norms}
+        return self._squares(known) * self.ranks_of_step
 
     def add_step(
-        self, grad_norm: Tensor, scaler: GradScaler | None, accumulation: int, micro_batch: int
+        self,
+        grad_norm: Tensor,
+        norms: Mapping[Tensor, Tensor],
+        scaler: GradScaler | None,
+        accumulation: int,
+        micro_batch: int,
     ) -> None:
         """Update the averages with a step, unless its gradient is not finite.
 
-        ``grad_norm`` is that of the step before clipping; ``micro_batch`` is in images. A step that
-        is a single micro-batch, as epochs of smaller images may have, changes nothing.
+        ``grad_norm`` is that of the step before clipping, ``norms`` those of this rank's shards;
+        ``micro_batch`` is in images. A step that is a single micro-batch, as epochs of smaller
+        images may have, changes nothing.
         """
         # Each loss was divided by ``accumulation``, so `squares` is the sum of |g|^2 over this
         # rank's micro-batches divided by its square.
@@ -196,8 +202,9 @@ class NoiseScale:
         is_finite = total.isfinite()
         _update(self.averages, estimates, is_finite)
         if self.update_norms:
-            estimates = _estimate(small, self.big, count, micro_batch)
-            _update(self.tensor_averages, torch.cat([estimates, self.big[None]]), is_finite)
+            big = self._squares_of_step(norms)
+            estimates = _estimate(small, big, count, micro_batch)
+            _update(self.tensor_averages, torch.cat([estimates, big[None]]), is_finite)
 
     def value(self) -> Tensor:
         """Return the noise scale in images, a 0-dim tensor on the device; all ranks must call it.
@@ -209,9 +216,7 @@ class NoiseScale:
     def optimizer_value(self) -> Tensor:
         """Return the noise scale in the norm of the optimizer, as `value`."""
         assert self.update_norms is not None
-        norms = self.update_norms()
-        known = {n: norms[shard] for n, shard in enumerate(self.shards) if shard in norms}
-        squares = self._squares(known) * self.ranks_of_step
+        squares = self._squares_of_step(self.update_norms())
         rows = _mean_over_ranks(torch.cat([self.tensor_averages, squares[None]]))
         signal, noise, big, squares = rows.unbind()
         weights = torch.where(big > 0, squares / big, 0).sqrt()

@@ -31,7 +31,7 @@ class RepeatedPass:
     Checksums of the gradients are compared on each rank, before data-parallel ranks average them.
     All ranks raise `AgreedError` if more than ``tolerated`` checks have found a difference.
 
-    On a GPU the passes use deterministic kernels; without one, `UserError` names the operation.
+    On a GPU the passes use deterministic kernels. `AgreedError` names an operation without one.
     """
 
     def __init__(self, every: int, tolerated: int):

@@ -472,8 +472,8 @@ class Config(Section):
     """non-finite updates skipped in a row before the run stops"""
 
     REPLAY_EVERY: int = key(0, ge=0)
-    """steps between two whose first micro-batch is computed twice and compared to the bit
-    (docs/reliability.md); 0: none"""
+    """steps between two whose first micro-batch and update are computed twice and compared to the
+    bit (docs/reliability.md); 0: none"""
 
     MAX_REPLAY_FAULTS: int = key(0, ge=0)
     """comparisons of `REPLAY_EVERY` that may differ before the run ends"""

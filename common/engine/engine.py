@@ -105,6 +105,8 @@ class Engine(UpstreamEngine):
             if number < optimizer.accumulation - 1:
                 yield result if returns_output else (None, None, result[2])
         optimizer.load_rates()
+        if self.repeated_pass:
+            self.repeated_pass.check_update(self)
         self._run("update", self._update)
         if self.graphs is None:
             self.probes[-1].norms = optimizer.norms

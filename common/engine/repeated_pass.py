@@ -1,8 +1,8 @@
-"""REPLAY_EVERY: a micro-batch computed twice, whose gradients have to be equal to the bit."""
+"""REPLAY_EVERY: a micro-batch and an update computed twice, which have to be equal to the bit."""
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,19 +25,22 @@ FIRST = 2  # the step of this process that is checked too: DDP prepares itself i
 
 
 class RepeatedPass:
-    """Compute the first micro-batch of every ``every``-th step twice more, before the step.
+    """Compute the first micro-batch and the update of every ``every``-th step twice more.
 
-    Both passes begin with the same weights, batch and random numbers, and leave nothing behind.
-    Checksums of the gradients are compared on each rank, before data-parallel ranks average them.
-    All ranks raise `AgreedError` if more than ``tolerated`` checks have found a difference.
+    Two passes over the micro-batch before the step begin with the same weights, batch and random
+    numbers, two updates before the step's with the same weights, gradients and optimizer state.
+    They leave nothing behind. Checksums are compared on each rank: those of the gradients before
+    data-parallel ranks average them, and those of the updated weights and state. All ranks raise
+    `AgreedError` if more than ``tolerated`` checks have found a difference.
 
-    On a GPU the passes use deterministic kernels. `AgreedError` names an operation without one.
+    On a GPU both use deterministic kernels. `AgreedError` names an operation without one.
     """
 
     def __init__(self, every: int, tolerated: int):
         self.every = every
         self.tolerated = tolerated
         self.steps = 0  # of this process
+        self.is_due = False  # in the present step
         self.differing = 0  # checks
         # cuBLAS reads it with its first product; without it products on streams are refused.
         if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
@@ -47,25 +50,34 @@ class RepeatedPass:
         """Check the step that begins with this micro-batch, if it is due; all ranks call it."""
         self.steps += 1
         step = engine.optimizer.counter.updates + 1
-        if self.steps != FIRST and (step % self.every or self.steps < FIRST):
-            return
-        compute = partial(_sum_gradients, engine, inputs, label)
+        self.is_due = self.steps == FIRST or (self.steps > FIRST and step % self.every == 0)
+        if self.is_due:
+            compute = partial(_sum_gradients, engine, inputs, label)
+            self._compare(engine, "passes", "gradients", compute)
+
+    def check_update(self, engine: Any) -> None:
+        """Check the update that follows, if the step is due; all ranks call it."""
+        if self.is_due:
+            self._compare(engine, "updates", "tensors", partial(_sum_update, engine))
+
+    def _compare(self, engine: Any, what: str, parts: str, compute: Callable[[], Tensor]) -> None:
+        """Call ``compute`` twice, which returns a row of checksums for each part; compare them."""
         if engine.graphs:  # autograd would remember another stream, on which nothing is recorded
             compute = partial(engine.graphs.on_stream, compute)
         with _deterministic(engine.device):
             sums_P2, again_P2 = compute(), compute()
-        differing = (sums_P2 != again_P2).any(1).tolist()  # waits for the device
+        count = (sums_P2 != again_P2).any(1).sum().item()  # waits for the device
         mine = f"rank {gpc.get_global_rank()} ({platform.node()}, {_name_device(engine.device)})"
-        found = [rank for rank in gather(any(differing) and (mine, sum(differing))) if rank]
-        if found:
-            self._report(step, len(differing), dict(found))
+        ranks = gather(f"{mine}: {count} of {len(sums_P2)} {parts}" if count else "")
+        if any(ranks):
+            step = engine.optimizer.counter.updates + 1
+            self._report(step, what, [rank for rank in ranks if rank])
 
-    def _report(self, step: int, gradients: int, ranks: dict[str, int]) -> None:
-        """Say which ranks have found a difference, in how many of their gradients."""
+    def _report(self, step: int, what: str, ranks: list[str]) -> None:
+        """Say which ranks have found a difference, in how many of their tensors."""
         self.differing += 1
-        counts = [f"{rank}: {count} of {gradients} gradients" for rank, count in ranks.items()]
         text = (
-            f"step {step:,}: two passes from the same state differ on {list_some(counts)}; "
+            f"step {step:,}: two {what} from the same state differ on {list_some(ranks)}; "
             "hardware or driver compute wrongly there: test it, or leave it out"
         )
         if self.differing > self.tolerated:
@@ -111,6 +123,31 @@ def _sum_gradients(engine: Any, inputs: Any, label: Any) -> Tensor:
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
     set_generator_states(random)
+    return sums_P2
+
+
+def _sum_update(engine: Any) -> Tensor:
+    """Return the checksums [P, 2] of this rank's updated weights and state; change nothing.
+
+    The update has the gradients as they are: of float16 scaled, under tensor parallelism in part.
+    """
+    optimizer = engine.optimizer
+    collect_gradients(optimizer.parameters)
+    state = optimizer.optim.state
+    entries = {parameter: dict(entry) for parameter, entry in state.items()}
+    values = [value for entry in entries.values() for value in entry.values()]
+    states = [value for value in values if isinstance(value, Tensor)]
+    updated = [tensor.detach() for tensor in (*optimizer.parameters, *states)]
+    gradients = [parameter.grad for parameter in optimizer.parameters]
+    changed = updated + [grad for grad in gradients if grad is not None]
+    # On the host, as for a checkpoint: a GPU's memory may be full.
+    before = [tensor.to("cpu", copy=True) for tensor in changed]
+    optimizer.step_unless(torch.zeros((), device=engine.device))
+    sums_P2 = torch.stack([_sum_bits(tensor) for tensor in updated])
+    for tensor, value in zip(changed, before, strict=True):
+        tensor.copy_(value)
+    state.clear()
+    state.update(entries)
     return sums_P2
 
 

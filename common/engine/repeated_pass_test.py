@@ -1,4 +1,4 @@
-"""REPLAY_EVERY finds what two passes compute differently, and leaves no trace in a run."""
+"""REPLAY_EVERY finds what is computed differently twice, and leaves no trace in a run."""
 
 import re
 from collections.abc import Sequence
@@ -37,12 +37,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("none", [HALF, DROPOUT, "gradient_accumulation=2", "IMAGE_SIZES=[(1, 8)]"]),
         ("none", ["GRAPHS=True", "NUM_EPOCHS=2"]),
+        ("none", ["OPTIMIZER.name=lamb", "OPTIMIZER.variant=apex"]),
+        ("none", ["OPTIMIZER.name=muon"]),
         ("dp2", ["MODEL=dict(timm='resnet10t', image_size=16)"]),  # batch norms
         slow("dp2", [DROPOUT, "gradient_accumulation=2"]),
         slow("zero 1", [DROPOUT, "gradient_accumulation=2"]),
         slow("zero 3", [DROPOUT]),
-        slow("2d-4", [DROPOUT, "gradient_accumulation=2"]),
-        slow("3d-8", [DROPOUT]),
+        slow("2d-4", [DROPOUT, "gradient_accumulation=2", "OPTIMIZER.name=lamb"]),
+        slow("3d-8", [DROPOUT, "OPTIMIZER.name=muon"]),
     ],
 )
 def test_a_run_has_the_same_bits_with_it(mode, settings, images, tmp_path, monkeypatch):
@@ -53,22 +55,25 @@ def test_a_run_has_the_same_bits_with_it(mode, settings, images, tmp_path, monke
     for every in (0, 3):
         run = tmp_path / str(every)
         calls = run_ranks(gpus, count_checks, images, run, [*settings, f"REPLAY_EVERY={every}"])
-        # Of eight steps, the second, third and sixth have two passes more.
-        assert calls == [6 if every else 0] * gpus
+        # Of eight steps, the second, third and sixth have two passes and two updates more.
+        assert calls == [(6, 6) if every else (0, 0)] * gpus
         results.append(read_result(run))
     assert results[0] == results[1]
 
 
-def count_checks(images: Path, run: Path, settings: Sequence[str]) -> int:
-    with mock.patch.object(
-        repeated_pass, "_sum_gradients", wraps=repeated_pass._sum_gradients
-    ) as compute:
+def count_checks(images: Path, run: Path, settings: Sequence[str]) -> tuple[int, ...]:
+    with (
+        mock.patch.object(
+            repeated_pass, "_sum_gradients", wraps=repeated_pass._sum_gradients
+        ) as passes,
+        mock.patch.object(repeated_pass, "_sum_update", wraps=repeated_pass._sum_update) as updates,
+    ):
         train(images, run, *settings)
-    return compute.call_count
+    return passes.call_count, updates.call_count
 
 
 @pytest.mark.parametrize("mode", ["dp2", slow("zero 3"), slow("1d-2"), slow("2d-4")])
-def test_each_flip_that_changes_a_gradient_is_found_and_none_else(mode):
+def test_each_flip_that_changes_a_result_is_found_and_none_else(mode):
     flips = 2 * len(BITS) * len(PLACES)
     by_rank = run_ranks(CASES[mode][0], find_flips, mode, flips, 1, False)
     found = [bool(row.ranks) for row in by_rank[0]]
@@ -83,31 +88,42 @@ def test_a_flip_that_stays_is_not_found():
     assert not any(row.ranks for row in rows)
 
 
-def start_faulty(images: Path, run: Path, settings: Sequence[str], faulty: int = 1) -> None:
-    """Train; in each third check, the second pass of a rank differs in two gradients."""
-    compute = repeated_pass._sum_gradients
-    passes = []
+def start_faulty(
+    images: Path, run: Path, settings: Sequence[str], faulty: int = 1, part: str = "gradients"
+) -> None:
+    """Train; in each third check of a part, the second result of a rank differs in two tensors."""
+    name = {"gradients": "_sum_gradients", "update": "_sum_update"}[part]
+    compute = getattr(repeated_pass, name)
+    results = []
 
     def compute_wrongly(*args: object) -> Tensor:
         sums_P2 = compute(*args)
-        passes.append(sums_P2)
-        if gpc.get_global_rank() == faulty and len(passes) % 6 == 0:
+        results.append(sums_P2)
+        if gpc.get_global_rank() == faulty and len(results) % 6 == 0:
             sums_P2[3:5, 1] += 1
         return sums_P2
 
-    with mock.patch.object(repeated_pass, "_sum_gradients", compute_wrongly):
+    with mock.patch.object(repeated_pass, name, compute_wrongly):
         train(images, run, *settings)
 
 
-def test_a_difference_ends_the_run_with_its_rank_or_is_counted(images, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("gradients", r"passes from .* on rank 1 \(\S+, CPU\): 2 of 32 gradients; "),
+        ("update", r"updates from .* on rank 1 \(\S+, CPU\): 2 of 128 tensors; "),
+    ],
+)
+def test_a_difference_ends_the_run_with_its_rank_or_is_counted(
+    part, words, images, tmp_path, capfd
+):
     settings = [*SETTINGS, "REPLAY_EVERY=3"]
-    words = (
-        r"step 6: two passes from the same state differ on rank 1 \(\S+, CPU\): 2 of 32 gradients; "
-    )
+    words = rf"step 6: two {words}"
     with pytest.raises(RuntimeError, match=rf"{words}.*\(MAX_REPLAY_FAULTS=0\); "):
-        run_ranks(2, start_faulty, images, tmp_path / "run", settings)
+        run_ranks(2, start_faulty, images, tmp_path / "run", settings, 1, part)
     capfd.readouterr()
-    run_ranks(2, start_faulty, images, tmp_path / "counted", [*settings, "MAX_REPLAY_FAULTS=1"])
+    counted = [*settings, "MAX_REPLAY_FAULTS=1"]
+    run_ranks(2, start_faulty, images, tmp_path / "counted", counted, 1, part)
     said = " ".join(capfd.readouterr().err.split())
     assert re.search(f"warning: {words}", said)
     assert len(read_result(tmp_path / "counted")["metrics.jsonl"]) > 8

@@ -202,7 +202,7 @@ class StepOptimizer(OptimizerWrapper):
         `load_rates` comes before it, `count_update` after: this part may be a replay.
         """
         found_inf = (~self.grad_norm.isfinite()).float()  # stays on the device: no wait
-        self._step_unless(found_inf)
+        self.step_unless(found_inf)
         if self.statistics:
             self._restore_statistics()
         if self.scaler:
@@ -238,7 +238,7 @@ class StepOptimizer(OptimizerWrapper):
             self.known_skipped = total
             self.on_skipped(self.counter.start + clean + 1)
 
-    def _step_unless(self, found_inf: Tensor) -> None:
+    def step_unless(self, found_inf: Tensor) -> None:
         """Step the optimizer unless ``found_inf`` is 1, on the device where the optimizer can."""
         if self.skips_on_device:
             # GradScaler.step would use this rank's overflows only.

@@ -1,4 +1,4 @@
-"""Flip single bits on one rank while REPLAY_EVERY computes a micro-batch twice; count the finds.
+"""Flip single bits on one rank while REPLAY_EVERY computes twice; count the finds.
 
 python -m common.testing.bit_flips              the table of docs/reliability.md
 python -m common.testing.bit_flips --steps 10000     alarms without a flip, and the cost
@@ -7,7 +7,7 @@ python -m common.testing.bit_flips --steps 10000     alarms without a flip, and 
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     place: str
     bit: str
     ranks: list[int]  # that differ, as the check says
-    changed: bool  # whether this rank's gradients differ in any bit
+    changed: bool  # whether this rank's gradients, or weights and state, differ in any bit
 
 
 def draw_index(tensor: Tensor, draw: random.Random) -> tuple[int, ...]:
@@ -46,29 +46,37 @@ def flip(tensor: Tensor, index: tuple[int, ...], bit: int) -> None:
 
 
 @contextmanager
-def flipped_weight(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
-    """Flip a bit of a weight in one pass."""
-    parameter = draw.choice([p for p in named_shards(model).values() if p.numel()])
-    index = draw_index(parameter, draw)
-    flip(parameter, index, bit)
+def flipped(tensors: list[Tensor], draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit of one of ``tensors``, and flip it back."""
+    tensor = draw.choice(tensors)
+    index = draw_index(tensor, draw)
+    flip(tensor, index, bit)
     yield
-    flip(parameter, index, bit)
+    flip(tensor, index, bit)
 
 
 @contextmanager
-def flipped_activation(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
+def flipped_weight(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit of a weight in one pass."""
+    shards = named_shards(engine.model).values()
+    with flipped([parameter for parameter in shards if parameter.numel()], draw, bit):
+        yield
+
+
+@contextmanager
+def flipped_activation(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
     """Flip a bit in the output of a layer in one pass."""
 
     def change(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         flip(output.data, draw_index(output, draw), bit)
 
-    handle = draw.choice(list_layers(model)).register_forward_hook(change)
+    handle = draw.choice(list_layers(engine.model)).register_forward_hook(change)
     yield
     handle.remove()
 
 
 @contextmanager
-def flipped_gradient(model: nn.Module, draw: random.Random, bit: int) -> Iterator[None]:
+def flipped_gradient(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
     """Flip a bit in the gradient of a layer's output in one pass."""
 
     def change(grad: Tensor) -> Tensor:
@@ -79,9 +87,17 @@ def flipped_gradient(model: nn.Module, draw: random.Random, bit: int) -> Iterato
     def watch(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         output.register_hook(change)
 
-    handle = draw.choice(list_layers(model)).register_forward_hook(watch)
+    handle = draw.choice(list_layers(engine.model)).register_forward_hook(watch)
     yield
     handle.remove()
+
+
+@contextmanager
+def flipped_state(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
+    """Flip a bit of the optimizer's state in one update."""
+    entries = engine.optimizer.optim.state.values()
+    with flipped([entry["exp_avg"] for entry in entries if entry["exp_avg"].numel()], draw, bit):
+        yield
 
 
 def list_layers(model: nn.Module) -> list[nn.Module]:
@@ -93,12 +109,13 @@ PLACES = {
     "weight": flipped_weight,
     "activation": flipped_activation,
     "gradient": flipped_gradient,
+    "state": flipped_state,
 }
 
 
-def build(**config: Any) -> tuple[Engine, list[Any]]:
+def build(**arguments: Any) -> tuple[Engine, list[Any]]:
     """Return an engine of the tiny model that has trained for a step, and batches on the device."""
-    _, _, engine = build_engine("adamw")
+    _, _, engine = build_engine("adamw", **arguments)
     engine.train()
     rank = gpc.get_local_rank(ParallelMode.DATA)
     batches = [*micro_batches(2, rank, gpc.get_world_size(ParallelMode.DATA))][:2]
@@ -107,38 +124,40 @@ def build(**config: Any) -> tuple[Engine, list[Any]]:
 
 
 class FaultyPass:
-    """Stands in for `repeated_pass._sum_gradients`: ``fault`` acts in its first calls."""
+    """Stands in for ``compute`` of `repeated_pass`: ``fault`` acts in its first calls."""
 
-    def __init__(self, fault: AbstractContextManager[None], passes: int):
+    def __init__(
+        self, compute: Callable[..., Tensor], fault: AbstractContextManager[None], passes: int
+    ):
+        self.compute = compute
         self.fault = fault
         self.passes = passes
         self.calls = 0
-        self.gradients: list[list[Tensor]] = [[], []]  # of each pass
+        self.results: list[list[Tensor]] = [[], []]  # of each pass
 
     def __call__(self, *args: Any) -> Tensor:
         if self.calls == 0 and self.passes:
             self.fault.__enter__()
         with mock.patch.object(repeated_pass, "_sum_bits", self.keep):
-            sums = compute_sums(*args)
+            sums = self.compute(*args)
         self.calls += 1
         if self.calls == self.passes:
             self.fault.__exit__(None, None, None)
         return sums
 
-    def keep(self, grad: Tensor) -> Tensor:
-        self.gradients[self.calls].append(grad.view(torch.int32).clone())
-        return sum_bits(grad)
+    def keep(self, tensor: Tensor) -> Tensor:
+        self.results[self.calls].append(tensor.view(torch.int32).clone())
+        return sum_bits(tensor)
 
 
-compute_sums = repeated_pass._sum_gradients
 sum_bits = repeated_pass._sum_bits
 
 
 def find_flips(mode: str, flips: int, faulty: int, lasting: bool) -> list[Found]:
     """Inject ``flips`` on rank ``faulty`` in turns of `PLACES` and `BITS`; return what was found.
 
-    A flip is in one of the two passes. With ``lasting`` those of weights are in both, and there are
-    no others.
+    A flip is in one of two passes or updates. With ``lasting`` those of weights are in both, and
+    there are no others.
     """
     rows = []
     places = ["weight"] if lasting else [*PLACES]
@@ -150,15 +169,21 @@ def find_flips(mode: str, flips: int, faulty: int, lasting: bool) -> list[Found]
         passes = (1 + lasting) * (gpc.get_global_rank() == faulty)
         for number, (bit, place) in zip(range(flips), kinds, strict=False):
             draw = random.Random(number)
-            fault = PLACES[place](engine.model, draw, draw.choice(BITS[bit]))
-            faulty_pass = FaultyPass(fault, passes)
+            fault = PLACES[place](engine, draw, draw.choice(BITS[bit]))
+            name = "_sum_update" if place == "state" else "_sum_gradients"
+            faulty_pass = FaultyPass(getattr(repeated_pass, name), fault, passes)
+            batch = engine._load_batch(iter(batches))
             with (
-                mock.patch.object(repeated_pass, "_sum_gradients", faulty_pass),
+                mock.patch.object(repeated_pass, name, faulty_pass),
                 mock.patch.object(check, "_report") as report,
             ):
-                check.check(engine, *engine._load_batch(iter(batches)))
+                check.check(engine, *batch)
+                if place == "state":
+                    engine._add_gradients(*batch)
+                    check.check_update(engine)
+                    engine.optimizer.accumulated = 0
             found = report.call_args.args[2] if report.called else ()
-            changed = not all(map(torch.equal, *faulty_pass.gradients))
+            changed = not all(map(torch.equal, *faulty_pass.results))
             rows.append(Found(place, bit, [int(text.split()[1]) for text in found], changed))
     return rows
 
@@ -177,16 +202,16 @@ def count(mode: str, flips: int, lasting: bool = False) -> None:
     found = [row.ranks for row in rows if row.ranks]
     alone = found.count([1])
     print(
-        f"{mode}: {changed} of {flips} changed a gradient; found {len(found)}, in {alone} rank 1 "
+        f"{mode}: {changed} of {flips} changed a result; found {len(found)}, in {alone} rank 1 "
         "alone is named",
         flush=True,
     )
 
 
 def train_clean(steps: int) -> None:
-    """Train with a check in every step; print alarms and cost."""
+    """Train a model of the quickstart's size with a check in every step; print alarms and cost."""
     with launched(REPLAY_EVERY=1):
-        engine, batches = build()
+        engine, batches = build(width=128, depth=4)
         check = engine.repeated_pass
         seconds = {True: 0.0, False: 0.0}
         for step in range(2 * steps):

@@ -224,11 +224,8 @@ def dropout() -> None:
     measure = partial(measure_step, "s16")
     measure("ours, no dropout", timed_steps.ours)
     measure("ours, dropout", timed_steps.ours, True, "MODEL.dropout=0.1")
-    # eager's kernel; four numbers of a Philox (wrong masks before torch 2.15: pytorch 198333)
-    for name in ("fallback_random", "use_rand4x"):
-        if hasattr(inductor, name):
-            with inductor.patch({name: True}):
-                measure(f"ours, dropout, {name}", timed_steps.ours, True, "MODEL.dropout=0.1")
+    with inductor.patch(fallback_random=True):  # eager's kernel
+        measure("ours, dropout, eager's", timed_steps.ours, True, "MODEL.dropout=0.1")
     measure("ours, no dropout, again", timed_steps.ours)
     measure("bare PyTorch, again", timed_steps.bare)
 
@@ -578,7 +575,7 @@ PIECES = {
     "numerics-eager": Piece(120, "numerics and False"),
     "numerics-compiled-adamw": Piece(170, "numerics and True and adamw"),
     "numerics-compiled-lamb": Piece(170, "numerics and True and lamb"),
-    "muon": Piece(90, "muon"),
+    "muon": Piece(90, "muon and not recorded"),
     "waits": Piece(120, "wait"),
     "resume": Piece(160, "resume and bfloat16"),
     "memory": Piece(120, "memory"),
@@ -590,7 +587,8 @@ PIECES = {
     "speed-lite": Piece(85, partial(speed, "lite")),  # in no call: the one for a CPU
     "lite": Piece(75, lite),
     "profile": Piece(50, profile),
-    "graphs": Piece(60, "recorded"),
+    "graphs": Piece(60, "recorded or cuda_graph"),
+    "dropout-masks": Piece(60, "compiled_dropout"),
     "dropout": Piece(90, dropout),
     "ceilings": Piece(40, ceilings),
     "lamb": Piece(50, lamb),
@@ -612,7 +610,7 @@ A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
 A += [["speed-b16"], ["ceilings"], ["lamb"]]
 B = [["dali-pixels"], ["dali"], ["pipeline-dali"], ["speed-s16"], ["pipeline-torchvision"]]
 # The second quarter of an hour asks nothing that the first has answered (docs/performance.md).
-C = [["lite"], ["profile"], ["graphs"], ["cifar-fast"], ["dropout"], ["cifar"]]
+C = [["lite"], ["profile"], ["graphs", "dropout-masks"], ["cifar-fast"], ["dropout"], ["cifar"]]
 D = [["dali-rates"], ["dali-feed"], ["dali-lock"], ["dali-workers"], ["dali-pixels"]]
 D += [["ceilings"], ["dali-lock-s16"]]
 CALLS = {"a": (A, 400.0), "b": (B, 430.0), "c": (C, 425.0), "d": (D, 325.0)}

@@ -22,6 +22,7 @@ from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes
 from common.task import data_root
 from common.testing.commands import Ended, run_forked
 from common.testing.ranks import run_ranks
+from common.testing.simulated_gpu import simulate_gpu
 from common.testing.tiny_task import train
 
 TORCH = "fp16=dict(mode=AMP_TYPE.TORCH)"
@@ -140,6 +141,18 @@ def test_a_later_size_of_images_that_does_not_fit_is_said_at_the_start(memory, w
     said = explain_sizes(config, plan, Cluster(memory=memory))
     assert said.startswith(words)
     assert (f" GB, too much for a GPU with {memory / 1e9:.1f} GB: lower" in said) == bool(words)
+
+
+def test_a_start_on_a_gpu_says_so(data, tmp_path):
+    def train_on_small_gpu(words: list[str]) -> None:
+        simulate_gpu()
+        properties = torch.cuda.get_device_properties()
+        properties.total_memory = 500_000  # with 8 pixels the training fits
+        train(data, tmp_path, *words)
+
+    settings = "IMAGE_SIZES=[(1, 8)]", "COMPILE=False", "MAX_STEPS=1"
+    said = run_forked(train_on_small_gpu, settings).stderr
+    assert "from epoch 2 on, 14 images of 16 pixels are expected to take" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,8 @@ def _report(run: SavedRun, tally: Tally, how: str, output: Path, argv: list[str]
     if len(run.class_names) <= DRAWN:
         draw_confusion(run.class_names, tally.answers, output / "confusion.png")
         files += ", confusion.png"
+    else:
+        files += f", no confusion.png (only up to {DRAWN:,} classes)"
     picture = output / "reliability.png"
     draw_reliability(tally.answers, tally.scaled_2TN, calibration, picture)
     files += ", reliability.png"

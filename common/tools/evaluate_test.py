@@ -168,6 +168,14 @@ def test_a_vit_is_evaluated_at_another_size_as_by_timm(run, data, tmp_path, caps
     assert record["loss"] != pytest.approx(read_metrics(run)[-1]["loss"], rel=1e-3)
 
 
+def test_a_picture_that_is_left_out_is_said(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "DRAWN", 2)
+    evaluate_run(run, "--output", tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "classes.csv, no confusion.png (only up to 2 classes), reliability.png" in said
+    assert not (tmp_path / "confusion.png").exists()
+
+
 def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     file = copy / "checkpoints/step-00000010/model.safetensors"

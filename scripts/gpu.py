@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count, cycle, islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -508,7 +508,7 @@ def lock() -> None:
                     times[name].append(time.perf_counter() - started)
             fed[name] += load.fed.value - before
     for name, seconds in times.items():
-        write_row(piece="dali-lock", beside=name, ms=1e3 * median(seconds), batches=fed[name])
+        write_row(piece="dali-lock", beside=name, ms=1e3 * fmean(seconds), batches=fed[name])
 
 
 def lock_s16() -> None:

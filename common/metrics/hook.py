@@ -212,9 +212,9 @@ class MetricsHook(BaseHook):
         self._log(self._head("eval", trainer) | metrics)
         self.evaluated += time.perf_counter() - self.paused
 
-    def log_non_finite(self, trainer: Trainer, step: int, where: dict[str, int]) -> None:
-        """Log that ``step`` was the first that was not finite, and ``where`` in it."""
-        self._log(self._head(NON_FINITE, trainer) | {"step": step} | where)
+    def log_non_finite(self, trainer: Trainer, step: int, where: Values) -> None:
+        """Log that ``step`` was not finite, and ``where`` in it."""
+        self._log(self._head(NON_FINITE, trainer) | {"step": step, **where})
 
     def _head(self, kind: str, trainer: Trainer) -> dict[str, Any]:
         """Return what every record begins with."""

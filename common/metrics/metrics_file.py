@@ -1,7 +1,7 @@
 """The records of metrics.jsonl: their fields, how a report titles them, and the reader.
 
 A run appends a JSON object a line: a ``train`` record every ``LOG.every`` optimizer steps, an
-``eval`` record at each evaluation, and a `NON_FINITE` record of the first step that is not finite.
+``eval`` record at each evaluation, and a `NON_FINITE` record of each step that is not finite.
 """
 
 import math
@@ -16,7 +16,7 @@ from common.files import Count, Values, parse_json, read_bytes
 
 MAX_METRICS = 1 << 29  # bytes of the file, about 1,500,000 lines
 MAX_LINE = 1 << 16  # bytes
-UNPLOTTED = ("kind", "step", "epoch", "time", "samples")  # fields that are no metrics
+UNPLOTTED = ("kind", "step", "epoch", "time", "samples", "images")  # fields that are no metrics
 NON_FINITE = "non_finite"  # a kind of record: the step, and if known its micro-batch and rank
 EVALUATED = {"loss", "top1", "top5", "samples"}  # what no eval record lacks
 
@@ -48,6 +48,8 @@ class Record(BaseModel):
     epoch: float = Field(0.0, ge=0, le=1e12)  # epochs completed, fractional
     time: float = Field(0.0, ge=0, le=1e11)  # Unix time, seconds
     loss: Loss = math.nan  # mean since the last train record; in evaluation, of all samples
+
+    images: list[str] = []  # of a `NON_FINITE` record: the first of those that may be the cause
 
     # Metrics of one kind of record, described in `CHARTS`; those of a train record may be missing.
     skipped: Count = 0

@@ -1,6 +1,6 @@
-"""The first step that is not finite names itself: its micro-batch, rank, gradient and images."""
+"""Steps that are not finite name themselves: micro-batch, rank, gradient and images."""
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.checkpoint.content import METRICS
 from common.data.loader import Loader
 from common.data.sharing import ALONE
 from common.engine.collectives import gather
@@ -25,11 +26,12 @@ NAMED = 5  # images
 
 
 class BadStepHook(BaseHook):
-    """Say which step was not finite first, as soon as the host learns that updates were skipped.
+    """Record steps that are not finite, as soon as the host learns that updates were skipped.
 
-    On a CPU that is at the step's end, on a GPU up to 40 steps later. Overflows of float16's loss
-    scale are no bad steps. Steps recorded as CUDA graphs leave no probes: of those the step and its
-    images are named, if there is no loss scale.
+    The first is a warning too, and their number at the end. On a CPU the host learns of it at the
+    step's end, on a GPU up to 40 steps later. Overflows of float16's loss scale are no bad steps.
+    Steps recorded as CUDA graphs leave no probes: of those the first one and its images are named,
+    if there is no loss scale.
     """
 
     def __init__(self, model: nn.Module, metrics: MetricsHook):
@@ -37,6 +39,7 @@ class BadStepHook(BaseHook):
         self.model = model
         self.metrics = metrics
         self.positions: deque[tuple[int, Values]] = deque(maxlen=2 * CHECK_EVERY)
+        self.noted: list[int] = []  # steps
 
     def before_train(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -51,32 +54,47 @@ class BadStepHook(BaseHook):
         # On a GPU the last steps are not known yet.
         optimizer = trainer.engine.optimizer
         optimizer.note_skipped(optimizer.counter.counts.tolist())
+        if len(self.noted) > 1 and self.metrics.loggers:
+            steps = list_some([f"{step:,}" for step in self.noted], most=10)
+            warn(
+                f"{len(self.noted)} steps were not finite and changed nothing: {steps}; "
+                f"{METRICS} has their images"
+            )
 
     def _note(self, first: int) -> None:
-        """Say what the ranks know of the first bad step; ``first`` is the first one skipped."""
+        """Note the bad steps that the ranks have not noted yet; ``first`` is the first skipped."""
         engine = self.trainer.engine
-        probe = next((probe for probe in engine.probes if probe.is_bad()), None)
-        if engine.graphs is not None and engine.optimizer.scaler is None:
-            probe = StepProbe(first)
-        found = [own for own in gather(probe and self._describe(probe)) if own]
-        if not found:
-            return
-        engine.optimizer.on_skipped = lambda first: None  # later ones may follow from this one
-        step = min(own["step"] for own in found)
-        # A rank whose own loss is finite has got the gradient of others.
-        worst = min(found, key=lambda own: (own["step"], not own["where"]))
-        self.trainer.states["bad_step"] = (
-            f"; the first step that was not finite was {step:,}: add --replay {step} to the command"
-        )
+        last = max(self.noted, default=0)
+        new = [probe for probe in engine.probes if probe.step > last and probe.is_bad()]
+        if engine.graphs is not None and engine.optimizer.scaler is None and not last:
+            new = [StepProbe(first)]
+        by_step = defaultdict(list)
+        for own in gather([*map(self._describe, new)]):
+            for found in own:
+                by_step[found["step"]].append(found)
+        for step, found in sorted(by_step.items()):
+            # A rank whose own loss is finite has got the gradient of others.
+            self._log(step, min(found, key=lambda own: "rank" not in own["where"]))
+
+    def _log(self, step: int, found: Values) -> None:
+        if not self.noted:
+            self.trainer.states["bad_step"] = (
+                f"; the first step that was not finite was {step:,}: add --replay {step} to the "
+                "command"
+            )
+            if self.metrics.loggers:
+                warn(
+                    f"step {step:,}: {found['text']}. For more, add --replay {step} to the command"
+                )
+        self.noted.append(step)
         if self.metrics.loggers:
-            warn(f"step {step:,}: {worst['text']}. For more, add --replay {step} to the command")
-            self.metrics.log_non_finite(self.trainer, step, worst["where"])
+            self.metrics.log_non_finite(self.trainer, step, found["where"])
 
     def _describe(self, probe: StepProbe) -> Values:
         """Return what this rank knows of the step."""
         number = probe.find_micro_batch()
         micro_batches = self._list_images(probe.step)
-        where = {}
+        where: Values = {}
         if number is None:
             # Recorded steps have no losses.
             text = f"{'' if probe.losses else 'the loss or '}a gradient is not finite"
@@ -90,8 +108,10 @@ class BadStepHook(BaseHook):
             if rows and images:
                 text += f", the output for {len(rows)} of {len(images)} images is not finite"
                 images = [images[row] for row in rows]
+        # The first: a name may have to be read.
+        where["images"] = [*map(self.loader.name_image, images[:NAMED])]
         if images:
-            text += f": {self._name_some(images)}"
+            text += f": {list_some([*where['images'], *map(str, images[NAMED:])], NAMED)}"
         for name, parameter in reversed(named_shards(self.model).items()):
             if not probe.norms.get(parameter, torch.zeros(())).isfinite():
                 text += f"; the first gradient, from the output back: {name}"
@@ -108,8 +128,3 @@ class BadStepHook(BaseHook):
         draws = sampler.draws(position["epoch"], position["samples"])
         accumulation = self.trainer.engine.optimizer.accumulation
         return [draw.indices.tolist() for draw in islice(draws, accumulation)]
-
-    def _name_some(self, images: list[int]) -> str:
-        """Return the files of the first ``images``: a name may have to be read."""
-        shown = [*map(self.loader.name_image, images[:NAMED])]
-        return list_some([*shown, *map(str, images[NAMED:])], NAMED)

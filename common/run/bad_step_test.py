@@ -1,4 +1,4 @@
-"""The first step that is not finite names itself, and the image that has broken it."""
+"""Steps that are not finite name themselves, and the image that has broken them."""
 
 import json
 import re
@@ -111,6 +111,19 @@ def test_the_planted_image_is_named_at_once_and_by_the_replay(
     assert "; the first gradient, from the output back: head.bias. For more, add --replay" in said
     assert said.count("is not finite") == 1
 
+    bad = noted(run)
+    steps = ", ".join(str(record["step"]) for record in bad)
+    closing = f"warning: {len(bad)} steps were not finite and changed nothing: {steps}; "
+    assert closing + "metrics.jsonl has their images" in said
+    assert all(any("blue/odd.png" in image for image in record["images"]) for record in bad)
+    if HALF not in settings:  # whose loss scale skips steps too
+        rows = [record for record in read_metrics(run) if record["kind"] == "train"]
+        before = [0, *(row["skipped"] for row in rows)]
+        skipped = [
+            row["step"] for row, count in zip(rows, before, strict=False) if row["skipped"] > count
+        ]
+        assert [record["step"] for record in bad] == skipped
+
     folder = tmp_path / "step"
     replay = ["--replay", str(first["step"]), "--replay-to", str(folder)]
     run_ranks(gpus, start, broken, images, run, settings, *replay)
@@ -118,7 +131,7 @@ def test_the_planted_image_is_named_at_once_and_by_the_replay(
     assert planted["image"].endswith("blue/odd.png") or "MIXUP=0.5" in settings
     assert planted["micro_batch"] == int(micro_batch)
     report.main([str(run)])
-    row = f"{first['step']}: see --replay {first['step']}"
+    row = f"{len(bad)}, the first {first['step']}: "
     assert row in (run / "report.html").read_text()
 
 

@@ -5,12 +5,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -232,7 +232,7 @@ class Replay(Measurement):
             losses += rank_losses
             images += rank_images
         if self.target and is_first:
-            self._write_images(engine.criterion)
+            self._write_images(own[1])
         self.step = {
             "step": trainer.step,
             "loss": fmean(losses),
@@ -270,7 +270,9 @@ class Replay(Measurement):
         sampler = replace(self.loader.sampler, sharing=ALONE)
         draws = sampler.draws(self.position["epoch"], self.position["samples"])
         images = []
-        for number, (part, draw) in enumerate(zip(self.results, draws, strict=False)):
+        assert self.recorder.batches
+        parts = zip(self.results, self.recorder.batches, draws, strict=False)
+        for number, (part, (batch, _), draw) in enumerate(parts):
             is_blended = isinstance(part.label, Mapping)  # by Mixup or CutMix
             labels = part.label["target"] if is_blended else part.label
             for row, index in enumerate(draw.indices.tolist()):
@@ -280,6 +282,7 @@ class Replay(Measurement):
                         "image": self.loader.name_image(index),
                         "class": names[label] if label >= 0 else None,  # None: cannot be read
                         "loss": part.image_loss(criterion, row),
+                        "is_finite": bool(batch[row].isfinite().all()),  # as the model saw it
                         "rank": gpc.get_local_rank(ParallelMode.DATA),
                         "micro_batch": number,
                         "row": row,
@@ -289,26 +292,28 @@ class Replay(Measurement):
                 )
         return images
 
-    def _write_images(self, criterion: Any) -> None:
-        """Write this rank's images as the model saw them, in the order of their losses."""
+    def _write_images(self, images: Sequence[Values]) -> None:
+        """Write this rank's ``images`` as the model saw them, in the order of their losses."""
         data = self.metadata["config"]["DATA"]
         std, mean = (torch.tensor(data[key])[:, None, None] for key in ("std", "mean"))
-        rank = gpc.get_local_rank(ParallelMode.DATA)
         assert self.target
         assert self.recorder.batches
         self.target.mkdir(parents=True, exist_ok=True)
-        for number, (images, _) in enumerate(self.recorder.batches):
-            pixels = (images.cpu() * std + mean).nan_to_num().clamp(0, 1) * 255
-            for row, pixels_YXC in enumerate(pixels.round().byte().permute(0, 2, 3, 1)):
-                loss = self.results[number].image_loss(criterion, row)
-                name = f"loss{loss:09.4f}-rank{rank}-micro{number}-row{row:04}.png"
-                Image.fromarray(pixels_YXC.numpy()).save(self.target / name)
+        rows = chain.from_iterable(batch.cpu() for batch, _ in self.recorder.batches)
+        for image, row_CYX in zip(images, rows, strict=True):
+            pixels_CYX = (row_CYX * std + mean).nan_to_num().clamp(0, 1) * 255
+            name = (
+                f"loss{image['loss']:09.4f}-rank{image['rank']}-micro{image['micro_batch']}-"
+                f"row{image['row']:04}-{Path(image['image']).stem}.png"
+            )
+            pixels_YXC = pixels_CYX.round().byte().permute(1, 2, 0)
+            Image.fromarray(pixels_YXC.numpy()).save(self.target / name)
 
     def _measure_activations(self, engine: Any) -> dict[str, float]:
         """Return the largest absolute output of each layer in the forward passes of the step.
 
-        They are repeated from the weights and random numbers before it, without a compiler. An
-        output of NaN counts as infinite.
+        They are repeated from the weights and random numbers before it, without a compiler. It is
+        NaN where an output is.
         """
         largest: dict[str, Tensor] = {}
 
@@ -316,7 +321,6 @@ class Replay(Measurement):
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             peaks = [tensor.float().abs().max() for tensor in tensors if tensor.numel()]
             peak = torch.stack([*peaks, torch.zeros_like(peaks[0])]).max()
-            peak = torch.where(peak.isnan(), math.inf, peak)
             largest[name] = peak.maximum(largest.get(name, peak))
 
         for name, layer in self.model.named_modules():
@@ -331,9 +335,8 @@ class Replay(Measurement):
                 inputs, _ = engine._load_batch(iter([batch]))
                 engine.schedule._call_engine(engine, inputs)
         peaks = torch.stack([*largest.values()])
-        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
-            dist.all_reduce(peaks, dist.ReduceOp.MAX, gpc.get_group(ParallelMode.GLOBAL))
-        return dict(zip(largest, peaks.tolist(), strict=True))
+        peaks_RL = torch.tensor(gather(peaks.tolist()))  # of each rank
+        return dict(zip(largest, peaks_RL.amax(0).tolist(), strict=True))
 
     def _print(self) -> None:
         """Print the step, and write it where ``--replay-to`` says."""
@@ -350,6 +353,7 @@ class Replay(Measurement):
         rows = sorted(step["tensors"], key=lambda row: _rank(row["gradient"]), reverse=True)
         _print_rows(rows, "gradient", "update", "weight", "name")
         print("\nthe largest activations:")
+        print_wrapped(describe_activations(step))
         rows = [{"largest": peak, "name": name} for name, peak in step["activations"].items()]
         rows.sort(key=lambda row: _rank(row["largest"]), reverse=True)
         _print_rows(rows, "largest", "name")
@@ -363,7 +367,10 @@ class Replay(Measurement):
         """Return whether the records on the way are those of the run."""
         steps = [then["step"] for then, _ in self.compared]
         if not steps:
-            return "the run has none of these steps"
+            return (
+                "no training record of these steps to compare with (LOG.every="
+                f"{self.metadata['config']['LOG']['every']}; 1 records every step)"
+            )
         why = "" if self.is_same_work else " (on other processes: close, not equal to the bit)"
         for then, now in self.compared:
             for name, value in then.items():
@@ -392,6 +399,19 @@ def describe_step(step: Values) -> str:
             f"are not finite, from the head back: {from_head}"
         )
     return "\n".join(lines)
+
+
+def describe_activations(step: Values) -> str:
+    """Return which layers have an output that is not finite, in the order of the forward pass."""
+    bad = [name for name, peak in step["activations"].items() if not math.isfinite(peak)]
+    if not bad:
+        return "all are finite"
+    given = [image["image"] for image in step["images"] if not image["is_finite"]]
+    inputs = f"of the images {list_some(given)} is not finite" if given else "the images are finite"
+    return (
+        f"{inputs}; outputs of {len(bad)} of {len(step['activations'])} layers are not, from the "
+        f"input on: {list_some(bad, most=2)}"
+    )
 
 
 def _rank(value: float) -> float:

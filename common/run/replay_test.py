@@ -122,7 +122,7 @@ def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_sa
         if rows:
             assert told["images"][0]["image"] == rows[0]["image"]
             *_, largest = sorted(folder.glob("*.png"))
-            assert largest.name.endswith(f"-rank0-micro0-row{rows[0]['row']:04}.png")
+            assert largest.name.endswith(f"-rank0-micro0-row{rows[0]['row']:04}-odd.png")
             red, green, blue = np.asarray(Image.open(largest)).reshape(-1, 3).T
             assert (red.min(), green.min(), blue.max()) == (255, 255, 0)
             found += 1

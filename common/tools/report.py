@@ -319,6 +319,14 @@ def _describe_best(run: RecordedRun) -> str:
     return f"{metric} {metric_value(best, metric):.4f} {step}, {top1}"
 
 
+def _describe_bad_steps(lines: Sequence[Metrics]) -> str:
+    if not lines:
+        return ABSENT
+    first = lines[0]
+    images = list_some(first.get("images", []), most=2)
+    return f"{len(lines):,}, the first {first['step']:,}: {images}; see --replay {first['step']}"
+
+
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     "Top-1, last evaluation": lambda run: [
         ABSENT,
@@ -326,10 +334,7 @@ SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     ][-1],
     "Best evaluation, by BEST": _describe_best,
     "Steps": lambda run: run.steps,
-    "First step not finite": lambda run: next(
-        (f"{line['step']:,}: see --replay {line['step']}" for line in run.of_kind(NON_FINITE)),
-        ABSENT,
-    ),
+    "Steps not finite": lambda run: _describe_bad_steps(run.of_kind(NON_FINITE)),
     "Wall time": lambda run: str(timedelta(seconds=round(run.seconds))),
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: (

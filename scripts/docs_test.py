@@ -101,7 +101,7 @@ def test_what_it_names_exists(page, monkeypatch):
     text = (ROOT / page).read_text()
     for command in commands(page):
         found = re.search(r"(?:\bpython -m |^| )((?<=-m )[\w.]+|\S+\.py) (.*)", command)
-        if not found or found[1] in ("pip", "pytest", "gpu"):
+        if not found or found[1] in ("pip", "pytest", "gpu", "timeit"):
             continue
         assert "usage: " in help_of(found[1])
         quote = "'" if "bash -c '" in command else ""  # ends the command that bash runs

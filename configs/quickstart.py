@@ -3,7 +3,7 @@
     bash scripts/quickstart.sh
 
 Data: scikit-learn's 1,797 digits of 8 x 8 pixels, enlarged to 32 x 32, a fifth held out. Expected:
-about 98.1 % top-1, 97.5 to 98.9 % with 10 seeds (docs/log.md). Precision: bfloat16 on a CPU with
+about 98.1 % top-1, 97.5 to 98.6 % with 10 seeds (docs/log.md). Precision: bfloat16 on a CPU with
 instructions for it (AVX512_BF16, AMX), float32 on others. One to four minutes.
 """
 

@@ -127,11 +127,16 @@ def test_the_planted_image_is_named_at_once_and_by_the_replay(
     folder = tmp_path / "step"
     replay = ["--replay", str(first["step"]), "--replay-to", str(folder)]
     run_ranks(gpus, start, broken, images, run, settings, *replay)
+    said = " ".join(capfd.readouterr().out.split())
+    # Of the transform's: 3e38 is finite.
+    inputs = "all images are finite" if broken is Extreme else "images that are not finite: "
+    assert inputs in said
+    assert re.search(r"; layers whose output is not: (\d+) of \d+, from the input on: \w", said)
     planted = json.loads((folder / "step.json").read_text())["images"][0]
     assert planted["image"].endswith("blue/odd.png") or "MIXUP=0.5" in settings
     assert planted["micro_batch"] == int(micro_batch)
     report.main([str(run)])
-    row = f"{len(bad)}, the first {first['step']}: "
+    row = f"{len(bad)}, the first {first['step']}: {', '.join(first['images'][:2])}; see --replay "
     assert row in (run / "report.html").read_text()
 
 

@@ -367,10 +367,7 @@ class Replay(Measurement):
         """Return whether the records on the way are those of the run."""
         steps = [then["step"] for then, _ in self.compared]
         if not steps:
-            return (
-                "no training record of these steps to compare with (LOG.every="
-                f"{self.metadata['config']['LOG']['every']}; 1 records every step)"
-            )
+            return "it has no record of these steps to compare with; LOG.every=1 writes them all"
         why = "" if self.is_same_work else " (on other processes: close, not equal to the bit)"
         for then, now in self.compared:
             for name, value in then.items():
@@ -403,14 +400,15 @@ def describe_step(step: Values) -> str:
 
 def describe_activations(step: Values) -> str:
     """Return which layers have an output that is not finite, in the order of the forward pass."""
-    bad = [name for name, peak in step["activations"].items() if not math.isfinite(peak)]
+    layers = step["activations"]
+    bad = [name for name, peak in layers.items() if not math.isfinite(peak)]
     if not bad:
         return "all are finite"
     given = [image["image"] for image in step["images"] if not image["is_finite"]]
-    inputs = f"of the images {list_some(given)} is not finite" if given else "the images are finite"
+    inputs = f"images that are not finite: {list_some(given)}" if given else "all images are finite"
     return (
-        f"{inputs}; outputs of {len(bad)} of {len(step['activations'])} layers are not, from the "
-        f"input on: {list_some(bad, most=2)}"
+        f"{inputs}; layers whose output is not: {len(bad)} of {len(layers)}, from the input on: "
+        f"{list_some(bad, most=2)}"
     )
 
 

@@ -1,6 +1,7 @@
 """A step of a run is taken again, to the bit, and said to be what was planted in it."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from common.metrics.metrics_file import read_metrics
+from common.run.replay import describe_activations
 from common.run.train import train as train_on
 from common.testing.commands import in_words, read_folder, run_forked
 from common.testing.parity_cases import CASES
@@ -144,6 +146,25 @@ def test_what_cannot_be_replayed_is_said_in_a_line(flags, message, images, run, 
     settings = in_words(f"DATA.root={images}", *SETTINGS)
     words = ["--config=tiny.py", "--output=run", *settings, *flags]
     assert message in run_forked(lambda argv: train_on(argv, TASK), words, 2).stderr
+
+
+def test_what_is_not_finite_is_kept_apart_from_what_is_large_and_named_from_the_input_on():
+    images = [{"image": "a.png", "is_finite": True}, {"image": "b.png", "is_finite": False}]
+    layers = {"stem": 7.0, "norm": math.nan, "head": math.inf}
+    words = "; layers whose output is not: 2 of 3, from the input on: norm, head"
+    said = describe_activations({"images": images, "activations": layers})
+    assert said == f"images that are not finite: b.png{words}"
+    said = describe_activations({"images": images[:1], "activations": layers})
+    assert said == f"all images are finite{words}"
+
+
+def test_a_replay_without_records_says_how_to_get_them(images, run, tmp_path, capfd):
+    copy = shutil.copytree(run, tmp_path / "run")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[-1:]))
+    run_ranks(1, start, images, copy, SETTINGS, ["--replay", "3"])
+    words = "metrics.jsonl: it has no record of these steps to compare with; LOG.every=1 writes"
+    assert words in " ".join(capfd.readouterr().out.split())
 
 
 def test_a_replay_on_other_processes_says_so(images, run, capfd):

@@ -1,3 +1,5 @@
+"""The list of careless lines is one of today's lines."""
+
 import shlex
 
 from common.files import ROOT

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -71,10 +72,14 @@ def _run_rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    # A line at a time: pytest's stdout writes each argument of print() by itself, and the ranks'
+    # lines would be mixed.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         answer = (work(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
+    sys.stdout.flush()
     sender.send_bytes(
         pickle.dumps(answer)
     )  # pickled by value: send() would share the tensors' memory with a process that ends

@@ -189,6 +189,16 @@ def test_a_full_dev_shm_does_not_matter(apart, colours, tmp_path):
     assert run_forked(main).stdout.splitlines()[-1].startswith("top1=")
 
 
+def test_a_reader_starts_without_torch(prepared):
+    """It would take 2 s and 200 MB."""
+    process = ReaderProcess(open_split(prepared, "train"))
+    batches = process.read(EvalSampler(8, 4).draws(0))
+    next(batches)
+    (reader,) = readers()
+    assert not [mapped for mapped in reader.memory_maps() if "torch" in mapped.path]
+    process.close()
+
+
 def test_storage_that_fails_is_named(apart, data):
     """The error of the process is raised here."""
     loader = build_train_loader(DATA | {"root": str(data)}, 8, 8, seed=1, **PLACED)

@@ -1,11 +1,13 @@
 """Tensor-parallel ranks share the decoding: each decodes some rows of the group's micro-batches."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class Sharing:
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # of tensors on the device
-    cpu_group: dist.ProcessGroup | None = None  # of Python objects
+    group: "ProcessGroup | None" = None  # of tensors on the device
+    cpu_group: "ProcessGroup | None" = None  # of Python objects
 
     def rows(self, total: int) -> np.ndarray:
         """Return which of ``total`` rows this rank decodes, int64, equally many on each rank.
@@ -29,14 +31,19 @@ class Sharing:
         count = -(-total // self.size)
         return self.rank * count + np.arange(count)
 
-    def gather(self, tensor: Tensor, total: int) -> Tensor:
+    def gather(self, tensor: "Tensor", total: int) -> "Tensor":
         """Return the ``total`` rows, given this rank's."""
+        # Here, as the process that reads records shares nothing, and torch takes 2 s to import.
+        import torch.distributed as dist
+
         whole = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         dist.all_gather_into_tensor(whole, tensor.contiguous(), group=self.group)
         return whole[:total]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank."""
+        import torch.distributed as dist
+
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values

@@ -727,9 +727,11 @@ def test_the_other_scripts_read_the_same_keys(task, scripts):
 @pytest.fixture(scope="module")
 def of_two(scripts: Scripts) -> dict[str, tuple[Any, Any]]:
     """What the first of two processes sees in each row."""
-    # One for each start, which could not tell a process that is late from one of the next start. As
-    # late as possible: another program may take them.
-    scripts.ports = iter([free_port() for _ in range(2 * len(OF_TWO))])
+    # One for each start, which could not tell a process that is late from one of the next start.
+    ports: set[int] = set()
+    while len(ports) < 2 * len(OF_TWO):
+        ports.add(free_port())
+    scripts.ports = iter(ports)
     first, _ = run_ranks(2, lambda: [look(scripts, row) for row in OF_TWO])
     return {row.key: seen for row, seen in zip(OF_TWO, first, strict=True)}
 

@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -104,7 +105,10 @@ def _collect(pending: dict[Connection, int]) -> list[Any]:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port of the loopback interface, which connections of other tests do not get."""
+    while True:
+        # Linux gives ports from 32,768 on to whoever asks for any, as gloo does.
+        port = secrets.choice(range(20_000, 32_768))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

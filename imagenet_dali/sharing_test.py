@@ -23,7 +23,7 @@ from common.shards.prepare import prepare
 from common.testing.commands import forked
 from common.testing.parity_cases import CASES
 from common.testing.photographs import write_photographs
-from common.testing.ranks import free_port, launched, run_ranks
+from common.testing.ranks import free_port, launched, run_ranks, slow
 from imagenet_dali.task import build_eval_loader, build_train_loader
 from imagenet_dali.testing import make_undecodable, read, spoil_record, train
 
@@ -65,7 +65,7 @@ def read_everything(root: Path, dp_size: int, config: dict[str, Any], is_shared:
         return batches
 
 
-@pytest.mark.parametrize("name", ["1d-2", "2d-4", "2.5d-8", "3d-8", "dp2 x 1d-2"])
+@pytest.mark.parametrize("name", ["1d-2", slow("2d-4"), "2.5d-8", "3d-8", "dp2 x 1d-2"])
 def test_batches_are_those_of_ranks_that_decode_everything(name, prepared):
     ranks, config = CASES[name]
     dp_size = 2 if "dp2" in name else 1

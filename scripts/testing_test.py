@@ -10,7 +10,7 @@ import gpu
 import pytest
 import testing as timed_steps
 
-from common.testing.ranks import run_ranks
+from common.testing.ranks import run_ranks, slow
 
 
 def test_the_warm_up_is_not_timed(monkeypatch):
@@ -99,10 +99,10 @@ ROWS = {
     "piece",
     [
         "dali-rates",
-        "dali-feed",
-        "dali-lock",
-        pytest.param("dali-lock-s16", marks=pytest.mark.slow),
-        pytest.param("dali-workers", marks=pytest.mark.slow),
+        slow("dali-feed"),
+        slow("dali-lock"),
+        slow("dali-lock-s16"),
+        slow("dali-workers"),
     ],
 )
 def test_a_piece_of_dali_runs_on_a_cpu(piece, tmp_path):

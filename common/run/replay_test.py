@@ -42,7 +42,7 @@ ROWS = [
     ("none", [HALF]),
     ("dp2", []),
     slow("dp4", []),
-    ("zero 3", []),
+    slow("zero 3", []),
     slow("2d-4", []),
     slow("3d-8", []),
 ]

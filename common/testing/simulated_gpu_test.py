@@ -65,7 +65,7 @@ def train(data: Path, output: Path, *settings: str) -> Waits:
     [
         ("", "adamw", False, 3),
         ("bfloat16", "lamb", False, 3),
-        ("float16", "sgd", False, 6),  # more than CHECK_EVERY steps
+        slow("float16", "sgd", False, 6),  # more than CHECK_EVERY steps
         ("float16", "muon", True, 6),
     ],
 )
@@ -101,7 +101,15 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, graphs, epochs, 
 
 @pytest.mark.parametrize(
     "mode",
-    ["1d-2", "zero 3", slow("2d-4"), slow("2.5d-4"), "3d-8", slow("zero 1"), slow("zero 1 x 1d-2")],
+    [
+        "1d-2",
+        slow("zero 3"),
+        slow("2d-4"),
+        slow("2.5d-4"),
+        "3d-8",
+        slow("zero 1"),
+        slow("zero 1 x 1d-2"),
+    ],
 )
 def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data, tmp_path):
     world_size, options = CASES[mode]

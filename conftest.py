@@ -26,6 +26,11 @@ LONGEST += ("keys_test.py", "sweep_test.py", "compiled_test.py", "signals_test.p
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="run one case of each test, but all of the equality with one process",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,9 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         case = item.name.partition("[")[2]
         if item.path.name not in EQUALITY and any(name in case for name in EIGHT_PROCESSES):
             item.add_marker("slow")
+    if config.option.first_cases:
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if not item.get_closest_marker("slow"):
+                equality = item.path.name in EQUALITY
+                first.setdefault(item.nodeid if equality else item.nodeid.partition("[")[0], item)
+        items[:] = first.values()
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -133,15 +133,15 @@ clip_grad_norm         1.0
 - batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent
   GB: by a GPU in a step, within + between nodes.
 
-| mode           |     batch |    GB |      sent GB |     step ms |      images/s |
-| -------------- | --------: | ----: | -----------: | ----------: | ------------: |
-| data parallel  |  16x256x8 | 22.71 |    0.00+0.65 | 2,050-2,057 | 15,930-15,981 |
-| 1d 2           |  8x256x16 | 15.54 |   59.80+0.31 | 2,273-2,280 | 14,375-14,414 |
-| 1d 4           |  4x256x32 | 11.81 |  179.40+0.14 | 2,705-2,711 | 12,089-12,113 |
-| 2d 2 x 2       |  4x256x32 |  7.44 |  161.51+0.13 | 2,990-2,995 | 10,941-10,961 |
-| 2d 4 x 4       | 1x256x128 |  2.77 | 469.98+16.91 |       7,237 |         4,528 |
-| 2.5d 2 x 2 x 2 |  2x256x64 |  5.64 |  164.65+2.36 | 3,428-3,432 |   9,548-9,558 |
-| 3d 2 x 2 x 2   |  2x256x64 |  6.77 | 62.24+181.01 | 9,866-9,868 |         3,321 |
+| mode           |     batch |    GB |    sent GB |     step ms |      images/s |
+| -------------- | --------: | ----: | ---------: | ----------: | ------------: |
+| data parallel  |  16x256x8 | 22.71 |    0+0.649 | 2,050-2,057 | 15,930-15,981 |
+| 1d 2           |  8x256x16 | 15.54 | 59.8+0.308 | 2,273-2,280 | 14,375-14,414 |
+| 1d 4           |  4x256x32 | 11.81 |  179+0.137 | 2,705-2,711 | 12,089-12,113 |
+| 2d 2 x 2       |  4x256x32 |  7.44 |  162+0.132 | 2,990-2,995 | 10,941-10,961 |
+| 2d 4 x 4       | 1x256x128 |  2.77 |   470+16.9 |       7,237 |         4,528 |
+| 2.5d 2 x 2 x 2 |  2x256x64 |  5.64 |   165+2.36 | 3,428-3,432 |   9,548-9,558 |
+| 3d 2 x 2 x 2   |  2x256x64 |  6.77 |   62.2+181 | 9,866-9,868 |         3,321 |
 
 collectives in a step: data parallel: 1; 1d 2: 787; 1d 4: 1,571; 2d 2 x 2:
     20,132; 2d 4 x 4: 154,243; 2.5d 2 x 2 x 2: 40,261; 3d 2 x 2 x 2: 21,829
@@ -178,6 +178,7 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
     assert "- A GPU computes 198-396 TFLOP/s: 20%-40% of the peak of an H100 (assumed;" in lines
+    assert max(len(line) for line in lines if line.startswith("|")) <= 80
     assert "- The host decodes and augments 2,600 images/s per GPU (assumed;" in lines
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
         row = next(line.split("|")[2:] for line in lines if re.match(rf"\| {name} *\|", line))

@@ -1,10 +1,18 @@
-"""Training steps on images in memory, for gpu.py and tests to time: ours, PyTorch's and timm's."""
+"""Training steps on images in memory, for gpu.py and tests to time: ours, PyTorch's and timm's.
 
+python scripts/testing.py "TOTAL_BATCH_SIZE=64" "TOTAL_BATCH_SIZE=64 EMA=0.999"
+"""
+
+import math
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -34,7 +42,7 @@ class Work:
     """What a variant does, as a data loader of ``items`` in turn, a step each.
 
     It has ``warm_up`` steps, ``steps`` that are timed, and one more with what a loop does at its
-    end. Then ``seconds`` is the mean of the timed ones.
+    end. Then ``seconds`` is the mean of the timed ones, by ``clock``.
     """
 
     settings: tuple[str, ...]
@@ -43,12 +51,15 @@ class Work:
     compiled: bool | str = False  # a value of the config's COMPILE
     items: Iterable[Any] = (None,)
     seconds: float = 0
+    clock: Callable[[], float] = time.perf_counter
+    accumulation: int = 1  # items of a step
     config: dict[str, Any] = field(default_factory=dict)
 
     def fill(self) -> dict[str, Any]:
         """Return the config, and have batches of random images and labels as items."""
         self.config = config = load_config("vit_lite_vanilla", self.settings)
-        size = config["TOTAL_BATCH_SIZE"]
+        size = min(config["TOTAL_BATCH_SIZE"], config["MICRO_BATCH_SIZE"] or math.inf)
+        self.accumulation = config["TOTAL_BATCH_SIZE"] // size
         side = config["MODEL"]["image_size"]
         # Drawn on the CPU: all devices get the same.
         images = torch.randn(4, size, 3, side, side).to(DEVICE)
@@ -57,15 +68,16 @@ class Work:
         return config
 
     def __len__(self) -> int:
-        return self.warm_up + self.steps + 1
+        return (self.warm_up + self.steps + 1) * self.accumulation
 
     def __iter__(self) -> Iterator[Any]:
         started = 0.0
+        ends = [count * self.accumulation for count in (self.warm_up, self.warm_up + self.steps)]
         for number, item in enumerate(islice(cycle(self.items), len(self))):
-            if number in (self.warm_up, self.warm_up + self.steps):
+            if number in ends:
                 if DEVICE == "cuda":
                     torch.cuda.synchronize()  # the steps may still be in its queue
-                now = time.perf_counter()
+                now = self.clock()
                 self.seconds = (now - started) / self.steps
                 started = now
             yield item
@@ -109,8 +121,9 @@ def train(model: nn.Module, optimizer: Optimizer, criterion: nn.Module, work: Wo
 def ours(work: Work) -> None:
     """Train by cifar10_benchmark/train.py, with all its hooks, without an evaluation."""
     config = work.fill()
+    steps = len(work) // work.accumulation
     # one epoch
-    data = DataSummary(config["TOTAL_BATCH_SIZE"] * len(work), 10_000, 10, fingerprint="none")
+    data = DataSummary(config["TOTAL_BATCH_SIZE"] * steps, 10_000, 10, fingerprint="none")
     instead: dict[str, Any] = dict(
         TASK=replace(train_cifar10.TASK, describe=lambda _: data),
         build_train_loader=lambda *_, **__: work,
@@ -121,6 +134,25 @@ def ours(work: Work) -> None:
     with TemporaryDirectory() as folder, mock.patch.multiple(train_cifar10, **instead):
         Path(folder, "unread").touch()  # the folder of the data must not be empty
         settings = [*work.settings, precision, f"COMPILE={work.compiled!r}", f"DATA.root={folder}"]
-        settings.append(f"MAX_STEPS={len(work)}")
+        settings.append(f"MAX_STEPS={steps}")
         words = ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *in_words(*settings)]
         train_cifar10.main(words)
+
+
+def compare(variants: list[str], rounds: int = 9) -> None:
+    """Print the CPU time of a step of each variant, settings between spaces, in turn."""
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant, times in seconds.items():
+            work = Work(tuple(variant.split()), steps=60, warm_up=10, clock=time.process_time)
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                ours(work)
+            times.append(work.seconds)
+    first = seconds[variants[0]]
+    for variant, times in seconds.items():
+        ratio = median(one / other for one, other in zip(times, first, strict=True))
+        print(f"{1e3 * median(times):7.2f} ms  x {ratio:.3f}  {variant}")
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1:])

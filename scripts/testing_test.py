@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import gpu
 import pytest
@@ -13,13 +12,21 @@ import testing as timed_steps
 from common.testing.ranks import run_ranks, slow
 
 
-def test_the_warm_up_is_not_timed(monkeypatch):
+def test_the_warm_up_is_not_timed():
     taken = []
-    monkeypatch.setattr(timed_steps, "time", SimpleNamespace(perf_counter=lambda: sum(taken)))
-    work = timed_steps.Work((), steps=2, warm_up=1)
+    work = timed_steps.Work((), steps=2, warm_up=1, clock=lambda: sum(taken))
     for _, seconds in zip(work, (9.0, 0.5, 1.5, 9.0), strict=True):
         taken.append(seconds)
     assert work.seconds == 1.0
+
+
+def test_variants_are_compared_with_the_first(monkeypatch, capsys):
+    monkeypatch.setattr(timed_steps, "ours", lambda work: setattr(work, "seconds", 4e-3))
+    timed_steps.compare(["EMA=0.9", "EMA=0.9 KEEP=2"], rounds=2)
+    assert capsys.readouterr().out.splitlines() == [
+        "   4.00 ms  x 1.000  EMA=0.9",
+        "   4.00 ms  x 1.000  EMA=0.9 KEEP=2",
+    ]
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def ours(work: Work) -> None:
         train_cifar10.main(words)
 
 
-def compare(variants: list[str], rounds: int = 9) -> None:
+def compare(variants: list[str], rounds: int = 5) -> None:
     """Print the CPU time of a step of each variant, settings between spaces, in turn."""
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in range(rounds):

@@ -36,7 +36,8 @@ class ConstantReader:
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         for draw in draws:
             labels = torch.from_numpy(draw.indices)
-            yield labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE) + 1, labels
+            values = labels.float() + 1
+            yield values.view(-1, 1, 1, 1).repeat(1, 3, SIDE, SIDE), labels
 
 
 def build(dp_rank: int = 0, **options: Any) -> Loader:
@@ -50,13 +51,18 @@ def build(dp_rank: int = 0, **options: Any) -> Loader:
 def test_images_and_labels_have_the_same_share(alphas):
     augment = build(**alphas)
     for images, labels in augment:
-        values = labels["lam"] * labels["target"] + (1 - labels["lam"]) * labels["other"]
-        assert torch.allclose(images.mean((1, 2, 3)), 1 + values, atol=1e-5)
+        share = labels["lam"]
+        of_target = share * labels["target"]
+        of_other = (1 - share) * labels["other"]
+        means = images.mean((1, 2, 3))
+        assert torch.allclose(means, 1 + of_target + of_other, atol=1e-5)
     if "mixup" in alphas:
         # Beta: mean 1/2, variance 1 / (4 (2 alpha + 1)); within five standard errors
-        shares = torch.tensor([labels["lam"] for _ in range(100) for _, labels in augment])
+        drawn = [labels["lam"] for _ in range(100) for _, labels in augment]
+        shares = torch.tensor(drawn)
+        variance = 1 / (4 * 1.4)
         assert shares.mean().item() == pytest.approx(0.5, abs=0.09)
-        assert shares.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.03)
+        assert shares.var().item() == pytest.approx(variance, abs=0.03)
 
 
 def test_mixup_and_cutmix_alternate():
@@ -68,11 +74,15 @@ def test_mixup_and_cutmix_alternate():
 
 
 # a range test may be longer than the training: without last epochs all are blended
-@pytest.mark.parametrize(("epochs", "off", "blended"), [(3, 2, 6), (1, 0, 12)])
-def test_the_last_epochs_are_not_blended(epochs, off, blended):
+@pytest.mark.parametrize(
+    ("epochs", "off", "expected"), [(3, 2, [True, False]), (1, 0, [True, True])]
+)
+def test_the_last_epochs_are_not_blended(epochs, off, expected):
     augment = build(mixup=0.2, num_epochs=epochs, mixup_off_epochs=off)
-    is_blended = [isinstance(labels, dict) for _ in range(2) for _, labels in augment]
-    assert is_blended == [True] * blended + [False] * (12 - blended)
+    for epoch in range(2):
+        is_blended = [isinstance(labels, dict) for _, labels in augment]
+        assert len(is_blended) == 6
+        assert set(is_blended) == {expected[epoch]}
 
 
 def test_all_draws_depend_on_seed_and_position_alone():
@@ -84,8 +94,9 @@ def test_all_draws_depend_on_seed_and_position_alone():
         found = [images for _ in range(2) for images, _ in augment]
         for number, (images, labels) in enumerate([*plain, *plain]):
             epoch, batch = divmod(number, 6)
-            # seed, epoch, step, first row and number of rows
-            position = 7, epoch, batch // 2, 8 * rank + batch % 2 * 4, 4
+            step, micro_batch = divmod(batch, 2)
+            first_row = 8 * rank + 4 * micro_batch
+            position = (7, epoch, step, first_row, 4)  # the seed is first, the number of rows last
             colors = sample_uniforms(*position, 5, 3)
             augment_colors(images, colors, three_augment=True, jitter=0.3, **NORMALIZED)
             erasing = sample_uniforms(*position, ERASING_UNIFORMS, 2)
@@ -93,42 +104,58 @@ def test_all_draws_depend_on_seed_and_position_alone():
             blended, _ = Blend(0.2, 0.0)(images, labels, [7, epoch, batch, rank])
             assert torch.equal(found[number], blended)
     resumed.load_state_dict({"epoch": 0, "samples": 32})
-    assert all(map(torch.equal, (images for images, _ in resumed), found[4:6]))
+    for number, (images, _) in enumerate(resumed, start=4):
+        assert torch.equal(images, found[number])
+    assert number == 5
     assert resumed.state_dict() == {"epoch": 1, "samples": 0}
     resumed.load_state_dict({"epoch": 1, "samples": 48})  # of a data set that has shrunk since
     assert resumed.state_dict() == {"epoch": 2, "samples": 0}
+    plain, _ = next(iter(build()))
     for key, value in CHANGES.items():
-        assert not torch.equal(next(iter(build(**{key: value})))[0], next(iter(build()))[0])
+        changed, _ = next(iter(build(**{key: value})))
+        assert not torch.equal(changed, plain)
 
 
 def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
     images, noisy, expected = torch.ones(3, 2000, 3, 40, 30)
+    sizes = np.full((2000, 2), (40, 30))
     erase(images, uniforms, probability=0.7, mode="const")
     erase(noisy, uniforms, probability=0.7, mode="pixel")
-    crops = ERASED(np.full((2000, 2), (40, 30)), uniforms)
+    crops = ERASED(sizes, uniforms)
     for row in np.flatnonzero(uniforms[:, -1] < 0.7):
         top, left = crops.start[row]
         height, width = crops.shape[row]
         expected[row, :, top : top + height, left : left + width] = 0
     assert torch.equal(images, expected)
     theirs = v2.RandomErasing()
-    limits = (*theirs.scale, *theirs.ratio)
-    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(limits, abs=0.004)
+    assert ERASED.scale == pytest.approx(theirs.scale, abs=0.004)
+    assert ERASED.ratio == pytest.approx(theirs.ratio, abs=0.004)
     assert torch.equal(noisy == 1, images == 1)
     noise = noisy[images == 0]
-    assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
+    assert noise.mean().item() == pytest.approx(0, abs=0.01)
+    assert noise.std().item() == pytest.approx(1, abs=0.01)
     uniforms[0, -2] /= 2  # seeds the noise, and moves nothing
-    erase(images.fill_(1), uniforms, probability=0.7, mode="pixel")
-    assert not torch.equal(images, noisy)
+    other = torch.ones_like(images)
+    erase(other, uniforms, probability=0.7, mode="pixel")
+    assert not torch.equal(other, noisy)
 
 
 def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMAGE) -> np.ndarray:
-    normalized = tv.normalize(tv.to_tensor(image), MEAN, STD)[None]
-    images = F.pad(normalized, (0, 0, 0, 0, 0, 0, 0, 1))  # beside a flat one
+    """Return the pixels, [rows, columns, 3], of an image that is augmented beside a flat one."""
+    normalized = tv.normalize(tv.to_tensor(image), MEAN, STD)
+    images = torch.stack([normalized, torch.zeros_like(normalized)])
+    rows = np.array([uniforms, uniforms])
     options = dict(three_augment=not jitter, jitter=jitter, mean=MEAN, std=STD)
-    augment_colors(images, np.array([uniforms, uniforms]), **options)
-    return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
+    augment_colors(images, rows, **options)
+    pixels = images[0].permute(1, 2, 0)
+    shares = pixels * torch.tensor(STD) + torch.tensor(MEAN)
+    return (255 * shares).numpy()
+
+
+def difference(found: np.ndarray, expected: Image.Image | np.ndarray) -> float:
+    """Return the largest difference of two images in levels."""
+    return np.abs(found - np.asarray(expected, float)).max()
 
 
 def blurred(sigma: float) -> np.ndarray:
@@ -146,18 +173,19 @@ def blurred(sigma: float) -> np.ndarray:
 )
 def test_each_operation_of_3_augment_is_deits(uniforms, expected, most):
     found = colored([*uniforms, 0.5, 0.5, 0.5])
-    assert np.abs(found - np.asarray(expected, float)).max() <= most
+    assert difference(found, expected) <= most
 
 
 def test_jitter_is_torchvisions():
     """Within a level for each of the three roundings, if nothing is clipped; clipping is last."""
-    expected = soft = IMAGE.point(lambda value: 70 + 0.4 * value)
+    soft = IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], jitter=0.3, image=soft)
-    for name, factor in dict(brightness=0.9, contrast=0.8, saturation=1.2).items():
-        expected = getattr(tv, f"adjust_{name}")(expected, factor)
-    assert np.abs(found - np.asarray(expected, float)).max() <= 3
+    expected = tv.adjust_brightness(soft, 0.9)
+    expected = tv.adjust_contrast(expected, 0.8)
+    expected = tv.adjust_saturation(expected, 1.2)
+    assert difference(found, expected) <= 3
     clipped = colored([0, 0, 0.5, 1, 0.5], jitter=0.3)
-    assert np.abs(clipped - np.asarray(tv.adjust_contrast(IMAGE, 1.3), float)).max() <= 1.01
+    assert difference(clipped, tv.adjust_contrast(IMAGE, 1.3)) <= 1.01
 
 
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
@@ -167,9 +195,9 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch
     coordinates = iter(center)
     monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(coordinates) * high))
     (top, bottom, left, right), _ = cutmix_bbox_and_lam(images.shape, share)
-    box = ..., slice(top, bottom), slice(left, right)
+    others = images.flip(0)
     expected = images.clone()
-    expected[box] = images.flip(0)[box]
+    expected[..., top:bottom, left:right] = others[..., top:bottom, left:right]
     pasted, _ = cut_and_paste(images, torch.arange(5), share, center)
     assert torch.equal(pasted, expected)
 
@@ -194,16 +222,20 @@ def test_the_loss_is_torchs_or_timms(smoothing, threshold, is_summed, weights):
     criterion = MixupLoss(smoothing, threshold, is_summed, weights)
     of_classes = torch.ones(5) if weights is None else weights
     padded = F.pad(logits, (0, 0, 0, 3))
-    labels = [F.pad(each, (0, 3), value=-100) for each in (target, target.flip(0))]
+    labels = F.pad(target, (0, 3), value=-100)
+    others = F.pad(target.flip(0), (0, 3), value=-100)
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
         soft = mixup_target(target, 5, share, smoothing)
         expected = F.cross_entropy(logits.float(), soft, weights)
         if threshold is not None:
             wanted = soft if threshold == "soft" else (soft > threshold).float()
             losses = F.binary_cross_entropy_with_logits(logits.float(), wanted, reduction="none")
-            of_images = mixup_target(target, 5, share) @ of_classes
-            expected = (of_images * losses.mean(1)).mean() * (5 if is_summed else 1)
-        blended = criterion(padded, *labels, torch.tensor(share))
+            of_images = losses.sum(1) if is_summed else losses.mean(1)
+            image_weights = mixup_target(target, 5, share) @ of_classes
+            expected = (image_weights * of_images).mean()
+        blended = criterion(padded, labels, others, torch.tensor(share))
         torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(criterion(padded, labels[0]), expected, rtol=1e-6, atol=0)
-    assert criterion(logits, torch.full_like(target, -100)) == 0
+    of_one = criterion(padded, labels)
+    torch.testing.assert_close(of_one, expected, rtol=1e-6, atol=0)
+    only_padding = torch.full_like(target, -100)
+    assert criterion(logits, only_padding) == 0

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -42,24 +43,41 @@ def test_trains_as_the_optimizer_it_names(name, options, reference, parts):
     model = build_model(**TINY, **parts)
     copy = VisionTransformer(**timm_arguments(**TINY, **parts))
     copy.load_state_dict(model.state_dict())
-    groups = [{"params": copy.parameters(), "weight_decay": 0.1, "lr_scale": 1}]
     if "layer_decay" in options:
         groups = param_groups_layer_decay(copy, 0.1, copy.no_weight_decay(), layer_decay=0.9)
-    theirs = reference([{**group, "lr": 1e-2 * group["lr_scale"]} for group in groups])
+    else:
+        groups = [{"params": copy.parameters(), "weight_decay": 0.1, "lr_scale": 1}]
+    for group in groups:
+        group["lr"] = 1e-2 * group["lr_scale"]
+    theirs = reference(groups)
     mine = build_optimizer(model, name, 1e-2, weight_decay=0.1, **options)
     for _ in range(3):
         for key, param in model.named_parameters():
-            param.grad = torch.randn_like(param)
-            copy.get_parameter(key).grad = param.grad.clone()
+            gradient = torch.randn_like(param)
+            param.grad = gradient
+            copy.get_parameter(key).grad = gradient.clone()
         mine.step()
         theirs.step()
     for key, param in model.named_parameters():
-        torch.testing.assert_close(param, copy.get_parameter(key), rtol=1e-5, atol=1e-6)
+        expected = copy.get_parameter(key)
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
+
+
+def build_sgd() -> SGD:
+    parameter = nn.Parameter(torch.zeros(1))
+    return SGD([parameter], lr=PEAK)
+
+
+def our_learning_rates(name: str, total_steps: int, **options: Any) -> list[float]:
+    def build(sgd: SGD) -> LRScheduler:
+        return build_lr_scheduler(sgd, name, total_steps, **options)
+
+    return learning_rates(build, total_steps)
 
 
 def learning_rates(build: Callable[[SGD], LRScheduler], steps: int) -> list[float]:
     """Return the learning rate that each optimizer step is taken with."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    optimizer = build_sgd()
     rates = []
     scheduler = build(optimizer)
     for _ in range(steps):
@@ -74,30 +92,35 @@ def learning_rates(build: Callable[[SGD], LRScheduler], steps: int) -> list[floa
     ("name", "reference"), [("linear", LinearWarmupLR), ("cosine", CosineAnnealingWarmupLR)]
 )
 def test_equals_colossalais_repaired_schedules(name, reference, total, warmup):
-    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, total, warmup), total)
-    theirs = learning_rates(lambda sgd: reference(sgd, total, warmup_steps=warmup), total)
+    build_theirs = partial(reference, total_steps=total, warmup_steps=warmup)
+    mine = our_learning_rates(name, total, warmup_steps=warmup)
+    theirs = learning_rates(build_theirs, total)
     assert mine == pytest.approx(theirs, rel=1e-9)
     assert mine[warmup] == PEAK
 
 
 def sequence(sgd: SGD, total: int, warmup: int, decay: int, name: str) -> LRScheduler:
     """Return torch's warm-up, constant rate and decay, one after the other."""
-    decays = {
-        "wsd": LinearLR(sgd, 1.0, 0.0, total_iters=decay),
-        "wsd_sqrt": LambdaLR(sgd, lambda step: 1 - (step / decay) ** 0.5),
-    }
-    warm = LinearLR(sgd, 1 / (warmup + 1), 1.0, total_iters=warmup)
-    parts = [warm, ConstantLR(sgd, 1.0), decays[name]]
-    sgd.param_groups[0]["lr"] = PEAK / (warmup + 1)  # each of them has set its own first rate
-    return SequentialLR(sgd, parts, milestones=[warmup, total - decay])
+
+    def falling(step: int) -> float:
+        return 1 - (step / decay) ** 0.5
+
+    first_share = 1 / (warmup + 1)
+    rising = LinearLR(sgd, first_share, 1.0, total_iters=warmup)
+    stable = ConstantLR(sgd, 1.0)
+    last = LinearLR(sgd, 1.0, 0.0, total_iters=decay)
+    if name == "wsd_sqrt":
+        last = LambdaLR(sgd, falling)
+    sgd.param_groups[0]["lr"] = PEAK * first_share  # each of them has set its own first rate
+    return SequentialLR(sgd, [rising, stable, last], milestones=[warmup, total - decay])
 
 
 @pytest.mark.parametrize(("total", "warmup", "decay"), [(20, 5, 4), (300, 150, 150), (9, 1, 1)])
 @pytest.mark.parametrize("name", ["wsd", "wsd_sqrt"])
 def test_a_stable_phase_equals_torchs_sequence(name, total, warmup, decay):
-    steps = dict(total_steps=total, warmup_steps=warmup, decay_steps=decay)
-    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, **steps), total)
-    theirs = learning_rates(lambda sgd: sequence(sgd, total, warmup, decay, name), total)
+    build_theirs = partial(sequence, total=total, warmup=warmup, decay=decay, name=name)
+    mine = our_learning_rates(name, total, warmup_steps=warmup, decay_steps=decay)
+    theirs = learning_rates(build_theirs, total)
     assert mine == pytest.approx(theirs, rel=1e-9)
 
 
@@ -110,28 +133,30 @@ def test_a_stable_phase_equals_torchs_sequence(name, total, warmup, decay):
 )
 def test_a_stable_phase_decays_to_the_floor_by_the_formula(name, decay):
     options = dict(warmup_steps=2, cooldown_steps=2, min_lr=0.2 * PEAK, decay_steps=4)
-    rates = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, 11, **options), 11)
+    rates = our_learning_rates(name, 11, **options)
     shares = [1 / 3, 2 / 3, 1, 1, 1, *decay, 0.2, 0.2]
-    assert rates == pytest.approx([PEAK * share for share in shares], rel=1e-9)
+    expected = [PEAK * share for share in shares]
+    assert rates == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_script_that_does_not_pass_the_decay_is_refused():
-    sgd = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    sgd = build_sgd()
     with pytest.raises(UserError, match="^LR_SCHEDULE='wsd': pass plan.decay_steps to build_lr"):
         build_lr_scheduler(sgd, "wsd", 20, 5)
 
 
 def test_timms_cosine_begins_before_the_warm_up_ends():
-    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "timm", 20, 5), 20)
-    sgd = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
-    theirs = CosineLRScheduler(sgd, 20, warmup_t=5, t_in_epochs=False)
-    assert mine == pytest.approx([theirs._get_lr(step)[0] for step in range(20)], rel=1e-9)
+    mine = our_learning_rates("timm", 20, warmup_steps=5)
+    schedule = CosineLRScheduler(build_sgd(), 20, warmup_t=5, t_in_epochs=False)
+    theirs = [schedule._get_lr(step)[0] for step in range(20)]
+    assert mine == pytest.approx(theirs, rel=1e-9)
 
 
 def test_the_floor_and_the_start_of_the_warm_up_are_rates_of_the_highest_group():
     """Other groups, as of layer decay, have the same share of their own rate."""
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    sgd = SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}], lr=1.0)
+    low = {"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}
+    high = {"params": [nn.Parameter(torch.zeros(1))]}
+    sgd = SGD([low, high], lr=1.0)
     options = dict(cooldown_steps=2, min_lr=0.2, warmup_lr=0.1)
     schedule = build_lr_scheduler(sgd, "linear", 10, 4, **options)
     rates = []
@@ -140,15 +165,16 @@ def test_the_floor_and_the_start_of_the_warm_up_are_rates_of_the_highest_group()
         sgd.step()
         schedule.step()
     # from 0.1 up to 1 in four steps, in four down to 0.2, and two more there
-    head = [0.1, 0.325, 0.55, 0.775, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
-    assert [rate for _, rate in rates] == pytest.approx(head)
-    assert [rate for rate, _ in rates] == pytest.approx([0.1 * rate for rate in head])
+    expected = [0.1, 0.325, 0.55, 0.775, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    expected_low = [0.01, 0.0325, 0.055, 0.0775, 0.1, 0.08, 0.06, 0.04, 0.02, 0.02]
+    assert [rate for _, rate in rates] == pytest.approx(expected)
+    assert [rate for rate, _ in rates] == pytest.approx(expected_low)
 
 
 @pytest.mark.parametrize(("name", "first"), [("linear", 1 / 5), ("cosine", 1 / 4), ("timm", 0)])
 def test_the_floor_does_not_bound_the_warm_up(name, first):
-    rates = learning_rates(lambda sgd: build_lr_scheduler(sgd, name, 8, 4, min_lr=PEAK / 2), 1)
-    assert rates == pytest.approx([first * PEAK])
+    rates = our_learning_rates(name, 8, warmup_steps=4, min_lr=PEAK / 2)
+    assert rates[0] == pytest.approx(first * PEAK)
 
 
 DEFAULTS = [
@@ -172,9 +198,11 @@ def test_every_optimizer_has_a_reference():
 
 @pytest.mark.parametrize(("name", "reference", "options"), DEFAULTS)
 def test_defaults_are_those_of_torch_and_timm(name, reference, options):
-    theirs = reference([nn.Parameter(torch.zeros(2, 2))], lr=1.0).defaults
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    theirs = reference([parameter], lr=1.0).defaults
     mine = OPTIMIZERS[name].defaults
-    assert {key: mine[key] for key in options} == {key: theirs[key] for key in options}
+    for key in options:
+        assert mine[key] == theirs[key], key
 
 
 @pytest.mark.parametrize(
@@ -190,18 +218,22 @@ def test_half_precision_on_a_cpu_is_near_float32(name, dtype):
     copy = build_model(**TINY)
     before = parameters_to_vector(copy.parameters())
     model = deepcopy(copy)
-    mine, theirs = (build_optimizer(each, name, 0.05, weight_decay=0.1) for each in (model, copy))
+    mine = build_optimizer(model, name, 0.05, weight_decay=0.1)
+    theirs = build_optimizer(copy, name, 0.05, weight_decay=0.1)
     model.to(dtype)
     for number in range(4):
         for p, other in zip(model.parameters(), copy.parameters(), strict=True):
             p.grad = torch.randn_like(p)
             other.grad = p.grad.float()
-        mine.found_inf = torch.tensor(float(number == 0))
+        is_skipped = number == 0
+        mine.found_inf = torch.tensor(float(is_skipped))
         mine.step()
-        if number > 0:
+        if not is_skipped:
             theirs.step()
-    wanted, found = (parameters_to_vector(each.parameters()) - before for each in (copy, model))
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    wanted = parameters_to_vector(copy.parameters()) - before
+    found = parameters_to_vector(model.parameters()) - before
+    error = (found - wanted).norm()
+    assert error < 0.02 * wanted.norm()
 
 
 def test_what_is_trained_later_starts_without_momentum():
@@ -211,6 +243,5 @@ def test_what_is_trained_later_starts_without_momentum():
         for p in trained.parameters():
             p.grad = torch.ones_like(p)
         mine.step()
-    assert [
-        state["momentum_buffer"].mean().item() for state in mine.state.values()
-    ] == pytest.approx([1.9, 1.9, 1, 1])
+    momenta = [state["momentum_buffer"].mean().item() for state in mine.state.values()]
+    assert momenta == pytest.approx([1.9, 1.9, 1, 1])

@@ -47,20 +47,21 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
     torch.manual_seed(0)
     logits = model(images)
     F.cross_entropy(logits, torch.arange(len(images))).backward()
-    return {"logits": logits.detach()} | {
-        n: p.grad for n, p in model.named_parameters() if p.grad is not None
-    }
+    tensors = {"logits": logits.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[name] = parameter.grad
+    return tensors
 
 
 @pytest.mark.parametrize(
     "options",
     [
         VIT_LITE,
-        *(
-            {"pool": pool, "position": position}
-            for pool in ("cls", "avg")
-            for position in ("learned", "sincos2d")
-        ),
+        {"pool": "cls", "position": "learned"},
+        {"pool": "cls", "position": "sincos2d"},
+        {"pool": "avg", "position": "learned"},
+        {"pool": "avg", "position": "sincos2d"},
         {"init_values": 0.3, "reg_tokens": 2, "no_embed_class": True},
         {"init_values": 0.3, "reg_tokens": 2, "pool": "avg"},
         {
@@ -87,31 +88,40 @@ def test_options_equal_timm(options):
     options = TINY | options
     # Positions are resampled to the grid of the images.
     side = options.pop("images", options["image_size"])
-    ours, theirs = (model.double() for model in build_pair(**options))
+    ours, theirs = build_pair(**options)
     images = torch.randn(2, 3, side, side, dtype=torch.float64)
-    mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
+    mine = logits_and_gradients(ours.double(), images)
+    reference = logits_and_gradients(theirs.double(), images)
     if options.get("position") == "sincos2d":
         del reference["pos_embed"]  # ours is fixed
     assert mine.keys() == reference.keys()
     bound = 1e-12 if side == 16 else 1e-6
     for name, value in mine.items():
-        assert (value - reference[name]).abs().max() <= bound, name
+        difference = value - reference[name]
+        assert difference.abs().max() <= bound, name
 
 
 @pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
 def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(parts):
     model = build_model(**TINY, reg_tokens=1, init_values=0.3, drop_path=0.2, **parts)
     images = torch.randn(2, 3, 16, 16)
-    seen = []
+    of_stream = set()
+
+    def collect_dtypes(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        of_stream.add(inputs[0].dtype)
+        of_stream.add(output.dtype)
+
     for block in model.blocks:
-        block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
+        block.register_forward_hook(collect_dtypes)
     with torch.autocast("cpu", torch.bfloat16):
         model(images).sum().backward()
-    assert {x.dtype for x in seen} == {torch.bfloat16}
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    of_gradients = {parameter.grad.dtype for parameter in model.parameters()}
+    assert of_stream == {torch.bfloat16}
+    assert of_gradients == {torch.float32}
     q, k, v = torch.randn(3, 2, 3, 17, 8).bfloat16()
     fused = F.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(attend(q.requires_grad_(), k, v), fused, rtol=0, atol=0.02)
+    ours = attend(q.requires_grad_(), k, v)
+    torch.testing.assert_close(ours, fused, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("is_compiling", [False, True])
@@ -124,29 +134,42 @@ def test_dropouts_rate_and_scale_are_right_and_its_masks_are_independent(
     """
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
     torch.manual_seed(0)
+    dropout = Dropout(p)
     x = torch.randn(COUNT, requires_grad=True)
-    y = Dropout(p)(x)
+    y = dropout(x)
     y.sum().backward()
-    kept = round((1 - p) * MASK_LEVELS) / MASK_LEVELS
+    kept_levels = round((1 - p) * MASK_LEVELS)
+    kept = kept_levels / MASK_LEVELS
     # A keep probability may be as small as one level: rounding then changes it by up to 40 %.
     assert kept == pytest.approx(1 - p, rel=0.4)
-    assert torch.equal(y, torch.where(y == 0, 0, x * (1 / kept)))
-    assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(1 / kept)))
-    first, second = ((values != 0).double() - kept for values in (y, Dropout(p)(x)))
-    spread = math.sqrt(kept * (1 - kept))
-    error = spread / math.sqrt(COUNT)
-    assert first.view(-1, 8).mean(0).abs().max() < 5 * 8**0.5 * error
-    assert (first * second).mean().abs() < 5 * error * spread
-    for n in (1, 2, 3, 4, 8, 65, 256):
-        assert (first[:-n] * first[n:]).mean().abs() < 5 * error * spread
+    factors = torch.where(y == 0, 0, torch.tensor(1 / kept))
+    assert torch.equal(y, x * factors)
+    assert torch.equal(x.grad, factors)
+    # masks less their mean
+    first = (y != 0).double() - kept
+    second = (dropout(x) != 0).double() - kept
+    variance = kept * (1 - kept)
+    rate_error = math.sqrt(8 * variance / COUNT)  # of one value in eight
+    correlation_error = variance / math.sqrt(COUNT)
+    rates = first.view(-1, 8).mean(0)
+    assert rates.abs().max() < 5 * rate_error
+    between_calls = (first * second).mean()
+    assert between_calls.abs() < 5 * correlation_error
+    for distance in (1, 2, 3, 4, 8, 65, 256):
+        correlation = (first[:-distance] * first[distance:]).mean()
+        assert correlation.abs() < 5 * correlation_error
 
 
 def test_stochastic_depth_has_its_rate_in_compiled_code(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     branch = torch.randn(COUNT // 16, 1, 1)
     compiled = DropPath(0.3)(branch)
-    assert torch.allclose(compiled, torch.where(compiled == 0, 0, branch / 0.7))
-    assert abs((compiled == 0).double().mean() - 0.3) < 5 * math.sqrt(0.21 / len(branch))
+    is_dropped = compiled == 0
+    expected = torch.where(is_dropped, 0, branch / 0.7)
+    assert torch.allclose(compiled, expected)
+    rate = is_dropped.double().mean().item()
+    error = math.sqrt(0.3 * 0.7 / len(branch))
+    assert rate == pytest.approx(0.3, abs=5 * error)
 
 
 def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
@@ -162,17 +185,22 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
         assert not layer.bias.any()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    images = x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    x = images
     for layer, stride in zip(convolutions, (1, 2, 2), strict=True):
-        if stride == 2:
-            x = x * (1 + torch.erf(x / 2**0.5)) / 2
+        if stride == 2:  # GELU
+            distribution = (1 + torch.erf(x / 2**0.5)) / 2
+            x = x * distribution
         x = F.conv2d(x, layer.weight, layer.bias, stride, padding=1)
-    x = x.flatten(2).transpose(1, 2) + model.pos_embed
+    x = x.flatten(2).transpose(1, 2)
+    x = x + model.pos_embed
     for block in model.blocks:
         x = block(x)
     x = F.layer_norm(x, (24,), model.norm.weight, model.norm.bias, eps=1e-6)
-    x = torch.matmul(F.softmax(model.attention_pool(x), dim=1).transpose(-1, -2), x).squeeze(-2)
-    torch.testing.assert_close(model(images), model.head(x), rtol=1e-12, atol=1e-12)
+    shares = F.softmax(model.attention_pool(x), dim=1)
+    x = torch.matmul(shares.transpose(-1, -2), x).squeeze(-2)
+    expected = model.head(x)
+    torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
@@ -183,11 +211,12 @@ def test_initialization_is_distributed_as_timms(parts):
     theirs = TimmVisionTransformer(**timm_arguments(**VIT_LITE, **parts)).state_dict()
     assert ours.keys() == theirs.keys()
     for name, reference in theirs.items():
+        mine = ours[name]
         std = reference.std().item()
-        error = 5 / math.sqrt(reference.numel())
-        assert ours[name].std().item() == pytest.approx(std, rel=error), name
         mean = reference.mean().item()
-        assert ours[name].mean().item() == pytest.approx(mean, abs=2 * std * error), name
+        error = 5 / math.sqrt(reference.numel())
+        assert mine.std().item() == pytest.approx(std, rel=error), name
+        assert mine.mean().item() == pytest.approx(mean, abs=2 * std * error), name
 
 
 def test_sincos2d_is_the_papers_formula():
@@ -196,6 +225,8 @@ def test_sincos2d_is_the_papers_formula():
     assert not positions[0, 0].any()  # the class token
     table = positions[0, 1:].unflatten(0, (4, 4))  # [4 rows, 4 columns, 24 channels]
     for row, column, i in [(0, 0, 0), (1, 3, 3), (2, 1, 5), (3, 3, 1)]:
-        x, y = (position / 10_000 ** (i / 5) for position in (column, row))
+        period = 10_000 ** (i / 5)
+        x = column / period
+        y = row / period
         expected = [math.sin(x), math.cos(x), math.sin(y), math.cos(y)]
         assert table[row, column, i::6].tolist() == pytest.approx(expected, abs=1e-5)

@@ -60,14 +60,23 @@ def test_a_text_is_timms_randaugment_after_the_crop(split, text, monkeypatch):
     options = dict(auto_augment=text, interpolation="bicubic", mean=mean)
     theirs = create_transform(SIZE, True, **options).transforms[2]
     # timm keeps 0 bits at the largest magnitude, which Pillow 13 refuses
-    kept = [[value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)]
-    monkeypatch.setattr(ImageOps, "posterize", lambda image, bits: image.point(kept[bits]))
-    for draw, *pair in zip(augmented.sampler.draws(0), plain, batches, strict=True):
-        pixels = ((images + 153).byte() for images, _ in pair)
-        for image, other, numbers in zip(*pixels, draw.uniforms, strict=True):
-            random.seed(int(2**32 * numbers[-1]))
-            np.random.seed(int(2**32 * numbers[-1]))
-            assert torch.equal(other, F.pil_to_tensor(theirs(F.to_pil_image(image))))
+    monkeypatch.setattr(ImageOps, "posterize", keep_bits)
+    draws = augmented.sampler.draws(0)
+    for draw, (originals, _), (images, _) in zip(draws, plain, batches, strict=True):
+        original_pixels = (originals + 153).byte()
+        pixels = (images + 153).byte()
+        rows = zip(original_pixels, pixels, draw.uniforms, strict=True)
+        for original, image, numbers in rows:
+            chance = int(2**32 * numbers[-1])
+            random.seed(chance)
+            np.random.seed(chance)
+            expected = theirs(F.to_pil_image(original))
+            assert torch.equal(image, F.pil_to_tensor(expected))
+
+
+def keep_bits(image: Image.Image, bits: int) -> Image.Image:
+    mask = -(2 ** (8 - bits))
+    return image.point(lambda value: value & mask)
 
 
 def test_the_config_decides_the_crops():
@@ -123,9 +132,10 @@ BAD = {
 
 def test_chance_may_deal_a_process_some_more_bad_images():
     """Of 500 images 1% are bad, and the standard deviation of their number is about 2.2."""
-    BadImages(500).add(["x"] * 13)
+    messages = ["x" for _ in range(14)]
+    BadImages(500).add(messages[:13])
     with pytest.raises(UserError, match="14 of the 500 images .* more than 1%"):
-        BadImages(500).add(["x"] * 14)
+        BadImages(500).add(messages)
 
 
 @pytest.mark.parametrize(("workers", "named"), [(0, 3), (1, 2)])

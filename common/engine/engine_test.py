@@ -4,6 +4,7 @@ parity_test.py and amp_test.py have what it computes.
 """
 
 from collections.abc import Iterator
+from itertools import repeat
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def count_reductions() -> list[int]:
             nn.init.constant_(model.weight, gpc.get_global_rank())
             engine, *_ = initialize(model, build_optimizer(model, "sgd"), nn.MSELoss())
             assert not model.weight.any()  # those of rank 0
-            batches = iter([(torch.ones(2, 3), torch.ones(2, 1))] * 8)
+            batches = repeat((torch.ones(2, 3), torch.ones(2, 1)), 8)
             with Traffic() as traffic:
                 for _ in range(2):
                     list(engine.train_step(batches))
@@ -40,7 +41,7 @@ def count_reductions() -> list[int]:
 
 def test_gradients_cross_ranks_once_per_step():
     # a static graph's first pass reduces too, and which parameters it used
-    assert run_ranks(2, count_reductions) == [[2, 4]] * 2
+    assert run_ranks(2, count_reductions) == [[2, 4], [2, 4]]
 
 
 class OneShot:
@@ -102,11 +103,10 @@ def test_dynamo_may_compile_every_block():
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
     monkeypatch.setattr(compiler, "_missing", lambda _: "")
     with launched():
-        by_key = {
-            asked: [should_compile(asked, device) for device in ("cuda", "cpu")]
-            for asked in (None, True, False)
-        }
-    assert by_key == {None: [True, False], True: [True, True], False: [False, False]}
+        on_gpu = {asked: should_compile(asked, "cuda") for asked in (None, True, False)}
+        on_cpu = {asked: should_compile(asked, "cpu") for asked in (None, True, False)}
+    assert on_gpu == {None: True, True: True, False: False}
+    assert on_cpu == {None: False, True: True, False: False}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ python scripts/testing.py "TOTAL_BATCH_SIZE=64" "TOTAL_BATCH_SIZE=64 EMA=0.999"
 """
 
 import math
-import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -155,4 +155,6 @@ def compare(variants: list[str], rounds: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    compare(sys.argv[1:])
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", help="KEY=VALUE of a variant, between spaces")
+    compare(parser.parse_args().variants)

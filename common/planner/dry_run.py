@@ -340,7 +340,7 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
         "mode": prediction.mode,
         "batch": describe_batch(prediction),
         "GB": f"{prediction.memory / 1e9:.2f}",
-        "sent GB": "+".join(f"{nbytes / 1e9:.3g}" for nbytes in (inside, between)),
+        "sent GB": "+".join(f"{round(sent / 1e9, 2):.3g}" for sent in (inside, between)),
         "step ms": "does not fit",
         "images/s": "",
     }

@@ -28,6 +28,7 @@ from cifar10_benchmark import train as train_cifar10
 from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.engine.compiler import compile_model
+from common.errors import run_command
 from common.hardware import is_fast
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_optimizer
@@ -139,22 +140,24 @@ def ours(work: Work) -> None:
         train_cifar10.main(words)
 
 
-def compare(variants: list[str], rounds: int = 5) -> None:
-    """Print the CPU time of a step of each variant, settings between spaces, in turn."""
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    for _ in range(rounds):
+def main(argv: list[str] | None = None) -> None:
+    """Print the CPU time of a step of each variant, and the median of its ratios to the first."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", help="KEY=VALUE of a variant, between spaces")
+    parser.add_argument("--rounds", type=int, default=5, help="of all variants in turn")
+    args = parser.parse_args(argv)
+    seconds: dict[str, list[float]] = {variant: [] for variant in args.variants}
+    for _ in range(args.rounds):
         for variant, times in seconds.items():
             work = Work(tuple(variant.split()), steps=60, warm_up=10, clock=time.process_time)
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
                 ours(work)
             times.append(work.seconds)
-    first = seconds[variants[0]]
+    first = seconds[args.variants[0]]
     for variant, times in seconds.items():
         ratio = median(one / other for one, other in zip(times, first, strict=True))
         print(f"{1e3 * median(times):7.2f} ms  x {ratio:.3f}  {variant}")
 
 
 if __name__ == "__main__":
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("variants", nargs="+", help="KEY=VALUE of a variant, between spaces")
-    compare(parser.parse_args().variants)
+    run_command(main)

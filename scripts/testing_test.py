@@ -12,20 +12,35 @@ import testing as timed_steps
 from common.testing.ranks import run_ranks, slow
 
 
-def test_the_warm_up_is_not_timed():
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_warm_up_is_not_timed(accumulation):
     taken = []
-    work = timed_steps.Work((), steps=2, warm_up=1, clock=lambda: sum(taken))
-    for _, seconds in zip(work, (9.0, 0.5, 1.5, 9.0), strict=True):
-        taken.append(seconds)
+    work = timed_steps.Work((), 2, 1, clock=lambda: sum(taken), accumulation=accumulation)
+    items = iter(work)
+    for seconds in (9.0, 0.5, 1.5, 9.0):
+        for _ in range(accumulation):
+            next(items)
+            taken.append(seconds / accumulation)
+    assert next(items, "ended") == "ended"
     assert work.seconds == 1.0
 
 
-def test_variants_are_compared_with_the_first(monkeypatch, capsys):
-    monkeypatch.setattr(timed_steps, "ours", lambda work: setattr(work, "seconds", 4e-3))
-    timed_steps.compare(["EMA=0.9", "EMA=0.9 KEEP=2"], rounds=2)
+def test_variants_are_timed_in_turn_and_compared_with_the_first(monkeypatch, capsys):
+    seconds = iter([4e-3, 5e-3, 6e-3, 6e-3, 5e-3, 10e-3])
+    timed = []
+
+    def train(work: timed_steps.Work) -> None:
+        print("what a run prints")
+        timed.append(work.settings)
+        work.seconds = next(seconds)
+
+    monkeypatch.setattr(timed_steps, "ours", train)
+    timed_steps.main(["EMA=0.9", "EMA=0.9 KEEP=2", "--rounds=3"])
+    assert timed == [("EMA=0.9",), ("EMA=0.9", "KEEP=2")] * 3
+    # the ratios are 5/4, 6/6, 10/5
     assert capsys.readouterr().out.splitlines() == [
-        "   4.00 ms  x 1.000  EMA=0.9",
-        "   4.00 ms  x 1.000  EMA=0.9 KEEP=2",
+        "   5.00 ms  x 1.000  EMA=0.9",
+        "   6.00 ms  x 1.250  EMA=0.9 KEEP=2",
     ]
 
 

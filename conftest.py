@@ -20,8 +20,18 @@ EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 EQUALITY = ("parity_test.py", "upstream_layers_test.py")
 # Files of a minute or half of one, which compute or wait: they start first, so that no process has
 # one left when the others have ended.
-LONGEST = ("parity_test.py", "hook_test.py", "lost_ranks_test.py", "step_estimate_test.py")
-LONGEST += ("keys_test.py", "sweep_test.py", "compiled_test.py", "signals_test.py")
+LONGEST = (
+    "parity_test.py",
+    "hook_test.py",
+    "lost_ranks_test.py",
+    "step_estimate_test.py",
+    "launchers_test.py",
+    "docs_test.py",
+    "keys_test.py",
+    "sweep_test.py",
+    "compiled_test.py",
+    "signals_test.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -166,11 +166,9 @@ ZERO = "zero=dict(stage=3)"
     [
         (1, SWITCHING, [7, 8, 9], {8: 8, 16: 4}),
         (2, SWITCHING, [6, 7], {8: 8, 16: 4}),
-        slow(4, SWITCHING, [6, 7], {8: 8, 16: 4}),
         slow(4, [*SWITCHING, ZERO], [6, 7], {8: 8, 16: 4}),
         (1, BY_NOISE, [7, 8, 9], {8: 8, 16: 8}),
         slow(2, BY_NOISE, [6, 7], {8: 8, 16: 8}),
-        slow(4, BY_NOISE, [6, 7], {8: 8, 16: 8}),
         slow(4, [*BY_NOISE, ZERO], [6, 7], {8: 8, 16: 8}),
     ],
 )

@@ -174,7 +174,7 @@ def test_memory_is_within_a_tenth_of_the_measured(
 )
 def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     processes, mode = CASES[case]
-    model = SMALL | {"image_size": 64, "heads": 4}
+    model = SMALL | {"image_size": 64, "heads": 4, "depth": 3}
     config = build_config(processes, model=model, OPTIMIZER={"name": "lamb"}, fp16=TORCH, **mode)
     # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     micro_batch = 64

@@ -60,7 +60,7 @@ inductor = partial(slow, "inductor")
             "True", 2, ["zero=dict(stage=1)"], (10, 4), 1e-5
         ),  # cut where FSDP gathers weights
         inductor("True", 2, [AUTOCAST], WHOLE, 1e-2),
-        inductor("True", 1, [TIMM.format("test_convnext")], WHOLE, 1e-4),
+        inductor("True", 1, [TIMM.format("test_convnext3")], WHOLE, 1e-4),
     ],
 )
 def test_losses_names_and_graphs(

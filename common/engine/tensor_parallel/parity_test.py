@@ -219,7 +219,9 @@ def test_equals_one_process(case):
     ranks, config = CASES[case]
     if ON_GPUS and ranks > torch.cuda.device_count():
         pytest.skip(f"{ranks} GPUs are needed, {torch.cuda.device_count()} are here")
-    check_equality(case, run_ranks(ranks, sharded_training, config))
+    # The models' other parts know no data parallelism, and 16 processes are slow.
+    names = AWAITED if ranks == 16 else TRAINED
+    check_equality(case, run_ranks(ranks, sharded_training, config, names))
 
 
 def check_equality(case: str, by_rank: list[dict[str, tuple[Curve, dict[str, tuple]]]]) -> None:
@@ -242,7 +244,7 @@ def check_equality(case: str, by_rank: list[dict[str, tuple[Curve, dict[str, tup
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPUS, reason="NCCL itself is late there")
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", [name for name, (ranks, _) in CASES.items() if ranks < 16])
 def test_results_may_be_late_and_no_order_stalls(case):
     """On GPUs a forgotten wait would be a silent wrong number, two orders an endless wait."""
     ranks, config = CASES[case]

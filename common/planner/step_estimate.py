@@ -188,11 +188,17 @@ def _process(parent: int) -> ProcessPoolExecutor:
     # A fork cannot use CUDA, which autograd's threads try to, and has its parent's process group.
     start = "spawn" if torch.cuda.is_available() or dist.is_initialized() else "fork"
     pool = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches
+        1, mp_context=multiprocessing.get_context(start), initializer=_prepare_process
     )
     at_end(pool.shutdown)
     at_end(_process.cache_clear)
     return pool
+
+
+def _prepare_process() -> None:
+    # Fake tensors have no fused SGD: PyTorch runs the true kernel, whose threads a fork lacks.
+    torch.set_num_threads(1)
+    allow_fake_launches()
 
 
 def _estimate(

@@ -13,6 +13,7 @@ from common.config.load import load_config
 from common.engine.tensor_parallel.layout import resolve_parallel
 from common.engine.upstream import AMP_TYPE
 from common.planner.step_estimate import Traffic, estimate_step
+from common.testing.commands import run_forked
 from common.testing.parity_cases import CASES, MODEL, MODERN
 from common.testing.ranks import launched, run_ranks, slow
 from common.training import build_training
@@ -229,3 +230,16 @@ def test_the_default_precision_is_that_of_the_device_that_is_planned(monkeypatch
 def test_micro_batches_between_the_first_and_the_last_are_counted():
     few, many = (estimate_step(build_config(1, fp16=None), 1, 8, times) for times in (3, 30))
     assert many.flops == 10 * few.flops
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_a_process_that_has_used_several_threads_gets_an_answer(optimizer):
+    """As one that has loaded INIT: a fork does not copy the threads, and would wait for them."""
+    config = build_config(1, model=TINY | {"width": 512}, OPTIMIZER={"name": optimizer})
+
+    def plan(_: object) -> None:
+        torch.set_num_threads(2)
+        torch.ones(1 << 22).sin_()
+        print(estimate_step(config, 1, 8).weights)
+
+    assert int(run_forked(plan, OMP_NUM_THREADS="2").stdout) > 2**20

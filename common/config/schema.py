@@ -201,7 +201,7 @@ class Log(Section):
     """write TensorBoard event files"""
 
     noise_scale: bool | None = None
-    """measure the gradient noise scale (docs/large-batches.md); `None`: if a step has several
+    """measure the gradient noise scale (docs/noise-scale.md); `None`: if a step has several
     micro-batches or data-parallel GPUs, except with 2d, 2.5d, 3d"""
 
     trackers: AnySequence[list[str]] = key([])
@@ -352,7 +352,7 @@ class Config(Section):
     """batches of the first epochs, over all GPUs; `TOTAL_BATCH_SIZE` afterwards; 'noise': from
     `SMALLEST_BATCH` by doubling, as the noise scale grows. Then epochs, and with them learning
     rate, warm-up, decay and evaluation, go by images; what counts steps counts updates of any size
-    (docs/large-batches.md)"""
+    (docs/noise-scale.md)"""
 
     BATCH_LR: Literal[*BATCH_FACTORS] = "sqrt"  # pyright: ignore[reportInvalidTypeForm]
     """factor on the learning rate of another batch than `TOTAL_BATCH_SIZE`, by their ratio"""

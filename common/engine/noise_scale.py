@@ -16,7 +16,7 @@ that is drawn for each image or micro-batch adds to the noise: crops, Mixup and 
 
 LAMB and Muon give the update of a tensor t a fixed length l_t, so that they multiply its gradient
 by p_t = l_t / |G_B,t|. Their noise scale is that of the gradient preconditioned by p, tr(p Sigma) /
-(G^T p G): docs/large-batches.md has the derivation.
+(G^T p G): docs/noise-scale.md has the derivation.
 """
 
 from collections import defaultdict

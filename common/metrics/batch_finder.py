@@ -62,7 +62,7 @@ class BatchFinder(Measurement):
         plan = self.plan
         print_wrapped(
             f"steps and images to the loss of {plan.total_steps:,} steps of {plan.total_batch:,} "
-            "images, if it stayed there (docs/large-batches.md):"
+            "images, if it stayed there (docs/noise-scale.md):"
         )
         print(format_table(compare_batches(critical, plan)))
         power = measure_growth(scales)

@@ -29,7 +29,6 @@ OPTIMIZERS = {
 }
 BATCHES = ("256", "1024", "4096", "8192")
 SETTINGS = {"MODEL.width": "128", "clip_grad_norm": "1.0", "WARMUP_EPOCHS": "2"}
-OTHERS = {"WEIGHT_DECAY", "LOG.every"}  # of other runs: variations, the noise scale
 GROWING = {
     "[(3,256),(2,512),(2,1024),(2,2048)]": ("^", "by hand"),
     "noise": ("o", "by noise"),
@@ -73,12 +72,13 @@ def read_study() -> Study:
         if row["epochs"] != "10" or not SETTINGS.items() <= settings.items():
             continue
         names = [name for name, own in OPTIMIZERS.items() if own == optimizer_of(settings)]
-        if not names or OTHERS & settings.keys():
+        if not names:
             continue
         batches = settings.get("BATCH_SIZES", row["global_batch"])
         batches = f"{batches} {settings.get('NOISE_FACTOR', '')}".strip()
         of_rate = study[names[0], batches][settings["LEARNING_RATE"]]
         run = Run(int(row["steps"]), 100 * float(row["top1"]))
+        # A seed's later rows are variations, or runs that measure the noise scale.
         of_rate.setdefault(settings.get("SEED", "42"), run)
     return study
 

@@ -54,8 +54,8 @@ def write_run(folder: Path, scales: dict[str, list[str]]) -> None:
         after, (late, *run) = cells[:4], cells[4:-2]
         whole = run[0] if run else late
         # The median of the last third is the middle one of three, of all that of the many.
-        epochs = [1, 2, *[3] * 20, 5, 8, 9, 10]
-        figures = [*after[:2], *[whole] * 20, after[2], "1", late, after[3]]
+        epochs = [1, 2, *[3] * 20, 5, 6, 8, 9, 10]
+        figures = [*after[:2], *[whole] * 20, after[2], "1", "1", late, after[3]]
         for epoch, figure in zip(epochs, figures, strict=True):
             number = int(figure.replace(",", ""))
             rows.append({"kind": "train", "epoch": epoch, "noise_scale": None, key: number})

@@ -36,12 +36,27 @@ def measure(
         engine, *_ = initialize(model, optimizer, criterion)
         for _ in range(steps):
             list(engine.train_step(iter(draw, None)))
+        noise_scale = engine.noise_scale
         # The averages' weights, 1 - DECAY for the last step, have a sum below 1.
-        averages = engine.noise_scale.averages / (1 - DECAY**steps)
-        values = [engine.noise_scale.value()]
+        averages = noise_scale.averages / (1 - DECAY**steps)
+        result = averages.tolist()
+        result.append(noise_scale.value().item())
         if name != "sgd":
-            values.append(engine.noise_scale.optimizer_value())
-        return [*averages.tolist(), *(value.item() for value in values)]
+            result.append(noise_scale.optimizer_value().item())
+        return result
+
+
+def expected_values(signal: Tensor, noise: Tensor, weight: Tensor) -> list[float]:
+    """Return what ``measure`` should, of the parameters' signal, noise and weight."""
+    sum_of_signal = signal.sum().item()
+    sum_of_noise = noise.sum().item()
+    in_the_norm = (weight @ noise) / (weight @ signal)
+    return [
+        sum_of_signal,
+        sum_of_noise,
+        sum_of_noise / sum_of_signal,
+        in_the_norm.item(),
+    ]
 
 
 @pytest.mark.parametrize("fp16", [None, MODES["TORCH float16"]])  # which has a loss scale
@@ -50,15 +65,20 @@ def test_a_linear_model_has_the_formulas_values(fp16):
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> Any:
-        return torch.ones(8, 1), 0.1 + 0.5 * torch.randn(8, 400, generator=generator)
+        noise = torch.randn(8, 400, generator=generator)
+        return torch.ones(8, 1), 0.1 + 0.5 * noise
 
     # Its outputs are its weights w. The gradient of |w - x|^2 / 2 is w - x.
     model = nn.Linear(1, 400, bias=False)
     nn.init.zeros_(model.weight)
 
+    def criterion(w: Tensor, x: Tensor) -> Tensor:
+        of_samples = (w - x).square().sum(1)
+        return of_samples.mean() / 2
+
     found = measure(
         model,
-        lambda w, x: (w - x).square().sum(1).mean() / 2,
+        criterion,
         draw,
         400,
         gradient_accumulation=4,
@@ -78,31 +98,42 @@ def test_lamb_weighs_the_tensors_of_a_linear_model_by_the_formula(fp16):
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            numbers = torch.ones(2, 400) * (length / 20)[:, None]
-            self.first, self.second = map(nn.Parameter, numbers)
+            # of length 3 and 1
+            self.first = nn.Parameter(torch.full((400,), 3 / 20))
+            self.second = nn.Parameter(torch.full((400,), 1 / 20))
 
         def forward(self, noise: Tensor) -> Tensor:
             gradients = mean[:, None] + deviation[:, None] * noise  # [8, 2, 400]
-            return (gradients * torch.stack([self.first, self.second])).sum((1, 2))
+            weights = torch.stack([self.first, self.second])
+            return (gradients * weights).sum((1, 2))
 
     def draw() -> Any:
-        return torch.randn(8, 2, 400, generator=generator), torch.zeros(8)
+        noise = torch.randn(8, 2, 400, generator=generator)
+        unused = torch.zeros(8)
+        return noise, unused
 
-    config = dict(gradient_accumulation=4, fp16=fp16)
-    found = measure(Pair(), lambda out, _: out.mean(), draw, 400, "lamb", **config)
+    found = measure(
+        Pair(),
+        lambda out, _: out.mean(),
+        draw,
+        400,
+        "lamb",
+        gradient_accumulation=4,
+        fp16=fp16,
+    )
     signal = 400 * mean.square()
     noise = 400 * deviation.square()
     weight = length / (signal + noise / 32).sqrt()
-    expected = [signal.sum(), noise.sum(), noise.sum() / signal.sum()]
-    expected.append((weight @ noise) / (weight @ signal))
-    assert found == pytest.approx([value.item() for value in expected], rel=0.05)
+    expected = expected_values(signal, noise, weight)
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 def update_norm(name: str, key: str, weight: Tensor) -> float:
     """Return the norm of the update of the weight named ``key``, over a number."""
     if name == "lamb":
         return weight.norm().item()
-    return weight.numel() ** 0.5 if "blocks" in key and weight.ndim == 2 else 0.0
+    is_matrix_of_block = "blocks" in key and weight.ndim == 2
+    return weight.numel() ** 0.5 if is_matrix_of_block else 0.0
 
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])
@@ -111,22 +142,28 @@ def test_a_vit_has_the_noise_of_its_per_sample_gradients(name):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(64, 3, 16, 16, generator=generator)
     labels = torch.randint(8, (64,), generator=generator)
-    gradients = []
+    gradients = []  # [64 samples][parameters]
     for image, label in zip(images.split(1), labels.split(1), strict=True):
         loss = cross_entropy(model(image), label)
         of_sample = torch.autograd.grad(loss, model.parameters())
-        gradients.append([grad.flatten() for grad in of_sample])
-    tensors = [torch.stack(column) for column in zip(*gradients, strict=True)]  # each [64, n]
-    signal = torch.stack([tensor.mean(0).square().sum() for tensor in tensors])
-    noise = torch.stack([tensor.var(0, correction=0).sum() for tensor in tensors])
+        gradients.append(of_sample)
+    means = []
+    variances = []
+    for of_parameter in zip(*gradients, strict=True):
+        samples = torch.stack(of_parameter)
+        mean = samples.mean(0)
+        variance = samples.var(0, correction=0)
+        means.append(mean.square().sum())
+        variances.append(variance.sum())
+    signal = torch.stack(means)
+    noise = torch.stack(variances)
     lengths = [update_norm(name, key, weight) for key, weight in model.named_parameters()]
     weight = torch.tensor(lengths) / (signal + noise / 128).sqrt()
-    expected = [signal.sum(), noise.sum(), noise.sum() / signal.sum()]
-    expected.append((weight @ noise) / (weight @ signal))
+    expected = expected_values(signal, noise, weight)
 
     def draw() -> Any:
         drawn = torch.randint(64, (16,), generator=generator)
         return images[drawn], labels[drawn]
 
     found = measure(model, cross_entropy, draw, 50, name, gradient_accumulation=8)
-    assert found == pytest.approx([value.item() for value in expected], rel=0.05)
+    assert found == pytest.approx(expected, rel=0.05)

@@ -59,13 +59,26 @@ def weighted_gap(is_right: np.ndarray, confidence: np.ndarray) -> float:
     """Return the ECE by scikit-learn's reliability curve."""
     top1, mean = calibration_curve(is_right, confidence, n_bins=15)
     images, _ = np.histogram(confidence, 15, (0, 1))
-    return np.average(np.abs(top1 - mean), weights=images[images > 0])
+    is_filled = images > 0
+    gaps = np.abs(top1 - mean)
+    return np.average(gaps, weights=images[is_filled])
+
+
+def expected_error(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> float:
+    """Return scikit-learn's ECE of logits divided by the temperature."""
+    is_right = logits.argmax(1) == labels
+    probabilities = (logits / temperature).softmax(1)
+    confidence = probabilities.amax(1)
+    return weighted_gap(is_right.numpy(), confidence.numpy())
 
 
 def test_the_calibration_error_is_the_formulas():
+    is_right = np.array([True, False, False])
+    confidence = np.array([0.95, 0.97, 0.4])
     # 0.95 and 0.97 share a bin: top-1 0.5, confidence 0.96; 0.4 is alone, and wrong
-    found = calibration_error(np.array([True, False, False]), np.array([0.95, 0.97, 0.4]))
-    assert found == pytest.approx(2 / 3 * 0.46 + 1 / 3 * 0.4)
+    expected = 2 / 3 * 0.46 + 1 / 3 * 0.4
+    found = calibration_error(is_right, confidence)
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.5])
@@ -74,30 +87,39 @@ def test_temperature_and_error_are_scikit_learns(factor):
     logits, labels = draw(4000, factor)
     scaled = scale(logits, labels).numpy()
     found = calibrate(answers_of(logits, labels), scaled)
-    assert (found.fitted, found.reported) == (800, 3200)
+    assert found.fitted == 800
+    assert found.reported == 3200
     order = epoch_order(4000, 0, 0)
-    fitted, reported = order[:800], order[800:]
-    theirs = CalibratedClassifierCV(FrozenEstimator(Logits()), method="temperature", ensemble=False)
+    fitted = order[:800]
+    reported = order[800:]
+
+    estimator = FrozenEstimator(Logits())
+    theirs = CalibratedClassifierCV(estimator, method="temperature", ensemble=False)
     theirs.fit(logits[fitted].numpy(), labels[fitted].numpy())
-    expected = 1 / theirs.calibrated_classifiers_[0].calibrators[0].beta_
+    (classifier,) = theirs.calibrated_classifiers_
+    (calibrator,) = classifier.calibrators
     # to half a step of the grid, 5 %
-    assert found.temperature == pytest.approx(expected, rel=0.03)
-    is_right = (logits.argmax(1) == labels)[reported].numpy()
-    for temperature, error in ((1, found.ece), (found.temperature, found.calibrated_ece)):
-        confidence = (logits[reported] / temperature).softmax(1).amax(1).numpy()
-        assert error == pytest.approx(weighted_gap(is_right, confidence), abs=2e-3)
+    assert found.temperature == pytest.approx(1 / calibrator.beta_, rel=0.03)
+
+    ece = expected_error(logits[reported], labels[reported], 1)
+    calibrated_ece = expected_error(logits[reported], labels[reported], found.temperature)
+    assert found.ece == pytest.approx(ece, abs=2e-3)
+    assert found.calibrated_ece == pytest.approx(calibrated_ece, abs=2e-3)
     assert found.calibrated_ece < 0.04
 
 
 def test_the_temperature_does_not_depend_on_what_is_reported():
     logits, labels = draw(1000, 2.5)
-    found = []
-    for _ in range(2):
-        scaled = scale(logits, labels).numpy()
-        found.append(calibrate(answers_of(logits, labels), scaled))
-        labels[epoch_order(1000, 0, 0)[200:]] = 0  # of those that are reported
-    assert found[0].temperature == found[1].temperature
-    assert found[0].ece != found[1].ece
+    scaled = scale(logits, labels).numpy()
+    first = calibrate(answers_of(logits, labels), scaled)
+
+    reported = epoch_order(1000, 0, 0)[200:]
+    labels[reported] = 0
+    scaled = scale(logits, labels).numpy()
+    second = calibrate(answers_of(logits, labels), scaled)
+
+    assert second.temperature == first.temperature
+    assert second.ece != first.ece
 
 
 def test_coverage_is_that_of_scikit_learns_precision():
@@ -106,19 +128,29 @@ def test_coverage_is_that_of_scikit_learns_precision():
         confidence = random.integers(0, 50, samples) / 50  # some are equal
         is_right = random.random(samples) < confidence**0.2
         precision, _, thresholds = precision_recall_curve(is_right, confidence)
-        kept = [np.mean(confidence >= least) for least in thresholds[precision[:-1] >= 0.95]]
-        assert coverage(is_right, confidence) == pytest.approx(max(kept, default=0))
+        is_precise = precision[:-1] >= 0.95
+        shares = [np.mean(confidence >= least) for least in thresholds[is_precise]]
+        expected = max(shares, default=0)
+        assert coverage(is_right, confidence) == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Path:
     """The folder of a data set with 315 images to evaluate."""
+    folder = tmp_path_factory.mktemp("many")
     with mock.patch.dict(tiny_task.SAMPLES, test=315):
-        return write_images(tmp_path_factory.mktemp("many"))
+        return write_images(folder)
 
 
 def evaluated(output: Path) -> dict:
-    return json.loads((output / "evaluation.json").read_text())
+    """Return what an evaluation has written of confidences."""
+    record = json.loads((output / "evaluation.json").read_text())
+    return record["calibration"]
+
+
+def printed(text: str) -> str:
+    """Return the text without its line breaks and alignment."""
+    return " ".join(text.split())
 
 
 def main(*words: object) -> None:
@@ -127,62 +159,82 @@ def main(*words: object) -> None:
 
 def test_the_split_is_that_of_any_number_of_processes(run, many, tmp_path, capfd):
     pictures, labels = zip(*ImageFolder(many / "test"), strict=True)
+    labels = torch.tensor(labels)
     logits = timm_logits(run, pictures)
-    for ranks in (1, 2):
-        words = "--data", many, "--output", tmp_path / f"{ranks}", "--set=MICRO_BATCH_SIZE=32"
-        run_ranks(ranks, main, run, *words)
-    one, two = (evaluated(tmp_path / name)["calibration"] for name in "12")
+    words = ["--data", many, "--set=MICRO_BATCH_SIZE=32"]
+    run_ranks(1, main, run, *words, "--output", tmp_path / "1")
+    run_ranks(2, main, run, *words, "--output", tmp_path / "2")
+
+    one = evaluated(tmp_path / "1")
+    two = evaluated(tmp_path / "2")
     assert two == pytest.approx(one)
-    assert (one["fitted"], one["reported"]) == (63, 252)
+    assert one["fitted"] == 63
+    assert one["reported"] == 252
     reported = epoch_order(315, 0, 0)[63:]
-    is_right = (logits.argmax(1) == torch.tensor(labels))[reported].numpy()
-    for temperature, name in ((1, "ece"), (one["temperature"], "calibrated_ece")):
-        confidence = (logits[reported] / temperature).softmax(1).amax(1).numpy()
-        assert one[name] == pytest.approx(weighted_gap(is_right, confidence), abs=2e-3)
-    said = " ".join(capfd.readouterr().out.split())
+    ece = expected_error(logits[reported], labels[reported], 1)
+    calibrated_ece = expected_error(logits[reported], labels[reported], one["temperature"])
+    assert one["ece"] == pytest.approx(ece, abs=2e-3)
+    assert one["calibrated_ece"] == pytest.approx(calibrated_ece, abs=2e-3)
+
+    said = printed(capfd.readouterr().out)
     line = (
         f"confidence ECE {one['ece']:.4f} on 252 images, {one['calibrated_ece']:.4f} with "
         f"--temperature {one['temperature']} of predict.py and export.py, fitted on 63 others"
     )
     assert said.count(f"{line} (seed 0) labels") == 2
-    rows = list(csv.DictReader((tmp_path / "1/classes.csv").read_text().splitlines()))
-    answers = logits.argmax(1).numpy()
-    confidence = logits.softmax(1).amax(1).numpy()
+
+    table = (tmp_path / "1" / "classes.csv").read_text()
+    rows = list(csv.DictReader(table.splitlines()))
+    answers = logits.argmax(1)
+    confidence = logits.softmax(1).amax(1)
     for label, row in enumerate(rows):
         kept = answers == label
         if not kept.any():
             assert row["coverage at 95 %"] == ""
             continue
-        expected = coverage(np.array(labels)[kept] == label, confidence[kept])
+        is_right = labels[kept] == label
+        expected = coverage(is_right.numpy(), confidence[kept].numpy())
         assert float(row["coverage at 95 %"]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_few_images_fit_no_temperature(run, tmp_path, capsys):
     main(run, "--output", tmp_path)
-    found = evaluated(tmp_path)["calibration"]
-    assert (found["temperature"], found["fitted"], found["reported"]) == (None, 0, 45)
-    said = " ".join(capsys.readouterr().out.split())
+    found = evaluated(tmp_path)
+    assert found["temperature"] is None
+    assert found["fitted"] == 0
+    assert found["reported"] == 45
+    said = printed(capsys.readouterr().out)
     assert f"ECE {found['ece']:.4f} on 45 images; too few to fit a temperature, which" in said
 
 
 def test_predictions_carry_the_temperature(run, data, capsys):
     images = ImageFolder(data / "test")
-    (picture, _), (path, _) = images[0], images.samples[0]
-    expected = (timm_logits(run, [picture])[0] / 0.25).softmax(0)
+    picture, _ = images[0]
+    path, _ = images.samples[0]
+    (logits,) = timm_logits(run, [picture])
+    expected = (logits / 0.25).softmax(0)
     predict.main([str(run), path, "--json", "--temperature", "0.25"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["temperature"] == 0.25
     for best in answer["classes"]:
-        assert best["probability"] == pytest.approx(expected[best["label"]].item(), abs=1e-5)
+        probability = expected[best["label"]].item()
+        assert best["probability"] == pytest.approx(probability, abs=1e-5)
     predict.main([str(run), path, "--temperature", "0.25"])
-    assert "; temperature 0.25)" in " ".join(capsys.readouterr().out.split())
+    assert "; temperature 0.25)" in printed(capsys.readouterr().out)
+
+
+def export_to_timm(words: list[str]) -> None:
+    export.main([*words, "--to=timm"])
 
 
 @pytest.mark.parametrize(
-    "command", [predict.main, lambda words: export.main([*words, "--to=timm"])]
+    ("command", "positions"),
+    [
+        (predict.main, ["image.png"]),
+        (export_to_timm, []),
+    ],
 )
-def test_a_temperature_that_divides_by_nothing_is_refused(command, run, data):
-    image = data / "test"
-    words = [run, *([image] if command is predict.main else []), "--temperature=0"]
+def test_a_temperature_that_divides_by_nothing_is_refused(command, positions, run):
+    words = [run, *positions, "--temperature=0"]
     refused = run_forked(command, words, code=2).stderr
     assert "argument --temperature: 0: expected a number > 0" in refused

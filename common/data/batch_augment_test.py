@@ -25,9 +25,16 @@ from common.data.sampler import Draw, TrainSampler, sample_uniforms
 SIDE = 6
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-NORMALIZED = {"mean": (0.5,) * 3, "std": (2.0,) * 3}
-CHANGES = dict(three_augment=True, color_jitter=0.3, erasing=0.5)
-PIXEL = CHANGES | dict(erasing_mode="pixel", mixup=0.2)
+NORMALIZED = {
+    "mean": (0.5, 0.5, 0.5),
+    "std": (2.0, 2.0, 2.0),
+}
+CHANGES = {
+    "three_augment": True,
+    "color_jitter": 0.3,
+    "erasing": 0.5,
+}
+PIXEL = CHANGES | {"erasing_mode": "pixel", "mixup": 0.2}
 
 
 class ConstantReader:
@@ -37,7 +44,9 @@ class ConstantReader:
         for draw in draws:
             labels = torch.from_numpy(draw.indices)
             values = labels.float() + 1
-            yield values.view(-1, 1, 1, 1).repeat(1, 3, SIDE, SIDE), labels
+            pixels = values.view(-1, 1, 1, 1)
+            images = pixels.repeat(1, 3, SIDE, SIDE)
+            yield images, labels
 
 
 def build(dp_rank: int = 0, **options: Any) -> Loader:
@@ -57,9 +66,11 @@ def test_images_and_labels_have_the_same_share(alphas):
         means = images.mean((1, 2, 3))
         assert torch.allclose(means, 1 + of_target + of_other, atol=1e-5)
     if "mixup" in alphas:
-        # Beta: mean 1/2, variance 1 / (4 (2 alpha + 1)); within five standard errors
-        drawn = [labels["lam"] for _ in range(100) for _, labels in augment]
+        drawn = []
+        for _ in range(100):
+            drawn += [labels["lam"] for _, labels in augment]
         shares = torch.tensor(drawn)
+        # Beta: mean 1/2, variance 1 / (4 (2 alpha + 1)); within five standard errors
         variance = 1 / (4 * 1.4)
         assert shares.mean().item() == pytest.approx(0.5, abs=0.09)
         assert shares.var().item() == pytest.approx(variance, abs=0.03)
@@ -67,15 +78,22 @@ def test_images_and_labels_have_the_same_share(alphas):
 
 def test_mixup_and_cutmix_alternate():
     """Each for half of the micro-batches, within five standard errors of 600."""
-    # a cut leaves whole numbers
     both = build(mixup=0.8, cutmix=1.0)
-    cut = [torch.equal(images, images.round()) for _ in range(100) for images, _ in both]
-    assert np.mean(cut) == pytest.approx(0.5, abs=0.1)
+    is_cut = []
+    for _ in range(100):
+        for images, _ in both:
+            whole = images.round()  # a cut leaves whole numbers
+            is_cut.append(torch.equal(images, whole))
+    assert np.mean(is_cut) == pytest.approx(0.5, abs=0.1)
 
 
-# a range test may be longer than the training: without last epochs all are blended
 @pytest.mark.parametrize(
-    ("epochs", "off", "expected"), [(3, 2, [True, False]), (1, 0, [True, True])]
+    ("epochs", "off", "expected"),
+    [
+        (3, 2, [True, False]),
+        # a range test may be longer than the training: without last epochs all are blended
+        (1, 0, [True, True]),
+    ],
 )
 def test_the_last_epochs_are_not_blended(epochs, off, expected):
     augment = build(mixup=0.2, num_epochs=epochs, mixup_off_epochs=off)
@@ -85,13 +103,19 @@ def test_the_last_epochs_are_not_blended(epochs, off, expected):
         assert set(is_blended) == {expected[epoch]}
 
 
+def images_of_two_epochs(loader: Loader) -> list[Tensor]:
+    result = []
+    for _ in range(2):
+        result += [images for images, _ in loader]
+    return result
+
+
 def test_all_draws_depend_on_seed_and_position_alone():
-    """In each process, each epoch and after a restart; each change is there without the others."""
+    """In each process and each epoch."""
     for rank in (1, 0):
         plain = build(rank)
         augment = build(rank, **PIXEL)
-        resumed = build(rank, **PIXEL)
-        found = [images for _ in range(2) for images, _ in augment]
+        found = images_of_two_epochs(augment)
         for number, (images, labels) in enumerate([*plain, *plain]):
             epoch, batch = divmod(number, 6)
             step, micro_batch = divmod(batch, 2)
@@ -101,42 +125,66 @@ def test_all_draws_depend_on_seed_and_position_alone():
             augment_colors(images, colors, three_augment=True, jitter=0.3, **NORMALIZED)
             erasing = sample_uniforms(*position, ERASING_UNIFORMS, 2)
             erase(images, erasing, probability=0.5, mode="pixel")
-            blended, _ = Blend(0.2, 0.0)(images, labels, [7, epoch, batch, rank])
+            blend = Blend(0.2, 0.0)
+            blended, _ = blend(images, labels, [7, epoch, batch, rank])
             assert torch.equal(found[number], blended)
+
+
+def test_a_resumed_loader_draws_what_the_first_did():
+    augment = build(**PIXEL)
+    resumed = build(**PIXEL)
+    found = images_of_two_epochs(augment)
     resumed.load_state_dict({"epoch": 0, "samples": 32})
     for number, (images, _) in enumerate(resumed, start=4):
         assert torch.equal(images, found[number])
     assert number == 5
     assert resumed.state_dict() == {"epoch": 1, "samples": 0}
-    resumed.load_state_dict({"epoch": 1, "samples": 48})  # of a data set that has shrunk since
+
+
+def test_an_epoch_of_a_data_set_that_has_shrunk_since_has_ended():
+    resumed = build(**PIXEL)
+    resumed.load_state_dict({"epoch": 1, "samples": 48})
     assert resumed.state_dict() == {"epoch": 2, "samples": 0}
-    plain, _ = next(iter(build()))
-    for key, value in CHANGES.items():
-        changed, _ = next(iter(build(**{key: value})))
-        assert not torch.equal(changed, plain)
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_each_change_is_there_without_the_others(key):
+    plain = build()
+    augment = build(**{key: CHANGES[key]})
+    unchanged, _ = next(iter(plain))
+    changed, _ = next(iter(augment))
+    assert not torch.equal(changed, unchanged)
 
 
 def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
-    images, noisy, expected = torch.ones(3, 2000, 3, 40, 30)
-    sizes = np.full((2000, 2), (40, 30))
+    images, expected = torch.ones(2, 2000, 3, 40, 30)
     erase(images, uniforms, probability=0.7, mode="const")
-    erase(noisy, uniforms, probability=0.7, mode="pixel")
+    sizes = np.full((2000, 2), (40, 30))
     crops = ERASED(sizes, uniforms)
-    for row in np.flatnonzero(uniforms[:, -1] < 0.7):
+    is_erased = uniforms[:, -1] < 0.7
+    for row in np.flatnonzero(is_erased):
         top, left = crops.start[row]
         height, width = crops.shape[row]
-        expected[row, :, top : top + height, left : left + width] = 0
+        bottom = top + height
+        right = left + width
+        expected[row, :, top:bottom, left:right] = 0
     assert torch.equal(images, expected)
     theirs = v2.RandomErasing()
     assert ERASED.scale == pytest.approx(theirs.scale, abs=0.004)
     assert ERASED.ratio == pytest.approx(theirs.ratio, abs=0.004)
+
+
+def test_erased_pixels_are_noise_of_the_samples_own_seed():
+    uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
+    images, noisy, other = torch.ones(3, 2000, 3, 40, 30)
+    erase(images, uniforms, probability=0.7, mode="const")
+    erase(noisy, uniforms, probability=0.7, mode="pixel")
     assert torch.equal(noisy == 1, images == 1)
     noise = noisy[images == 0]
     assert noise.mean().item() == pytest.approx(0, abs=0.01)
     assert noise.std().item() == pytest.approx(1, abs=0.01)
     uniforms[0, -2] /= 2  # seeds the noise, and moves nothing
-    other = torch.ones_like(images)
     erase(other, uniforms, probability=0.7, mode="pixel")
     assert not torch.equal(other, noisy)
 
@@ -159,14 +207,19 @@ def difference(found: np.ndarray, expected: Image.Image | np.ndarray) -> float:
 
 
 def blurred(sigma: float) -> np.ndarray:
-    return gaussian_filter(np.asarray(IMAGE, float), (sigma, sigma, 0), mode="nearest")
+    pixels = np.asarray(IMAGE, float)
+    return gaussian_filter(pixels, (sigma, sigma, 0), mode="nearest")
+
+
+GRAY = ImageOps.grayscale(IMAGE).convert("RGB")
+SOLARIZED = ImageOps.solarize(IMAGE)
 
 
 @pytest.mark.parametrize(
     ("uniforms", "expected", "most"),
     [
-        ([0.1, 0.0], ImageOps.grayscale(IMAGE).convert("RGB"), 1.01),
-        ([0.5, 0.0], ImageOps.solarize(IMAGE), 0.01),
+        ([0.1, 0.0], GRAY, 1.01),
+        ([0.5, 0.0], SOLARIZED, 0.01),
         ([0.9, 0.5], blurred(1.05), 0.51),
         ([0.9, 1.0], blurred(2), 0.51),
     ],
@@ -193,12 +246,18 @@ def test_jitter_is_torchvisions():
 def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch):
     images = torch.rand(5, 3, 9, 12)
     coordinates = iter(center)
-    monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(coordinates) * high))
-    (top, bottom, left, right), _ = cutmix_bbox_and_lam(images.shape, share)
+
+    def randint(low: int, high: int, size: None) -> int:
+        return int(next(coordinates) * high)
+
+    monkeypatch.setattr(np.random, "randint", randint)
+    box, _ = cutmix_bbox_and_lam(images.shape, share)
+    top, bottom, left, right = box
     others = images.flip(0)
     expected = images.clone()
     expected[..., top:bottom, left:right] = others[..., top:bottom, left:right]
-    pasted, _ = cut_and_paste(images, torch.arange(5), share, center)
+    labels = torch.arange(5)
+    pasted, _ = cut_and_paste(images, labels, share, center)
     assert torch.equal(pasted, expected)
 
 
@@ -223,15 +282,19 @@ def test_the_loss_is_torchs_or_timms(smoothing, threshold, is_summed, weights):
     of_classes = torch.ones(5) if weights is None else weights
     padded = F.pad(logits, (0, 0, 0, 3))
     labels = F.pad(target, (0, 3), value=-100)
-    others = F.pad(target.flip(0), (0, 3), value=-100)
+    reversed_target = target.flip(0)
+    others = F.pad(reversed_target, (0, 3), value=-100)
+    exact = logits.float()
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
         soft = mixup_target(target, 5, share, smoothing)
-        expected = F.cross_entropy(logits.float(), soft, weights)
-        if threshold is not None:
+        if threshold is None:
+            expected = F.cross_entropy(exact, soft, weights)
+        else:
             wanted = soft if threshold == "soft" else (soft > threshold).float()
-            losses = F.binary_cross_entropy_with_logits(logits.float(), wanted, reduction="none")
+            losses = F.binary_cross_entropy_with_logits(exact, wanted, reduction="none")
             of_images = losses.sum(1) if is_summed else losses.mean(1)
-            image_weights = mixup_target(target, 5, share) @ of_classes
+            hard = mixup_target(target, 5, share)
+            image_weights = hard @ of_classes
             expected = (image_weights * of_images).mean()
         blended = criterion(padded, labels, others, torch.tensor(share))
         torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)

@@ -3,16 +3,15 @@
 import csv
 import json
 import shutil
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import (
+    accuracy_score,
     confusion_matrix,
     f1_score,
     log_loss,
@@ -33,8 +32,23 @@ from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_i
 from common.tools import classes, evaluate, export, predict
 
 
+def read_record(folder: Path) -> dict:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    """Return the table of the classes."""
+    table = (folder / "classes.csv").read_text()
+    return list(csv.DictReader(table.splitlines()))
+
+
+def folder_of(run: Path) -> Path:
+    """Return where an evaluation of the last checkpoint is, without other settings."""
+    return run / "evaluation" / "step-00000010"
+
+
 def read(run: Path) -> dict:
-    return json.loads((run / "evaluation" / "step-00000010" / "evaluation.json").read_text())
+    return read_record(folder_of(run))
 
 
 def evaluate_run(*words: object) -> None:
@@ -45,30 +59,47 @@ def metrics_of(record: dict) -> dict:
     return {name: record[name] for name in ("loss", "top1", "top5", "samples")}
 
 
+def of_training(run: Path) -> dict:
+    """Return the metrics of the last evaluation in training."""
+    last = read_metrics(run)[-1]
+    return metrics_of(last)
+
+
+def pictures_and_labels(data: Path) -> tuple[list[Image.Image], list[int]]:
+    pictures = []
+    labels = []
+    for picture, label in ImageFolder(data / "test"):
+        pictures.append(picture)
+        labels.append(label)
+    return pictures, labels
+
+
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
 def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, mode):
     level = ", opt_level='O3'" if mode == "APEX" else ""
     precision = f"fp16=dict(mode=AMP_TYPE.{mode}, dtype='bfloat16'{level})"
     run = train(data, tmp_path / "run", precision, "LEARNING_RATE=5e-4")
     evaluate_run(run)
-    assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
-    assert 1 / 7 < read(run)["top1"] < 1
+    record = read(run)
+    assert metrics_of(record) == of_training(run)
+    assert 1 / 7 < record["top1"] < 1
     evaluate_run(run, "--set=fp16=None", "--output", tmp_path / "float32")
-    exact = json.loads((tmp_path / "float32/evaluation.json").read_text())
-    assert exact["loss"] != read_metrics(run)[-1]["loss"]
+    exact = read_record(tmp_path / "float32")
+    assert exact["loss"] != record["loss"]
 
 
 def test_other_settings_have_results_of_their_own(run, tmp_path, capsys):
-    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    without_evaluations = shutil.ignore_patterns("evaluation")
+    copy = shutil.copytree(run, tmp_path / "run", ignore=without_evaluations)
     names = tmp_path / "names.txt"
     names.write_text("\n".join(NAMES))
-    long = f"DATA.mean=({0.4:.300f},0.5,0.5)"
+    long = f"DATA.mean=({0.4:.300f},0.5"  # more than a file's name holds
     commands = [
         [],
         ["--set=DATA.eval_crop=0.5"],
         ["--set=DATA.eval_crop=0.75"],
-        [f"--set={long}"],
-        ["--set", f"{long[:-4]}1.0)"],
+        [f"--set={long},0.5)"],
+        ["--set", f"{long},1.0)"],
         ["--classes", names],
     ]
     for words in commands:
@@ -88,11 +119,11 @@ def test_the_averages_are_evaluated_unless_the_weights_are_asked_for(data, tmp_p
     evaluate_run(run)
     evaluate_run(run, "--raw", "--output", tmp_path / "raw")
     averages = read(run)
-    weights = json.loads((tmp_path / "raw" / "evaluation.json").read_text())
-    assert metrics_of(averages) == metrics_of(read_metrics(run)[-1])  # as in training
+    weights = read_record(tmp_path / "raw")
+    assert metrics_of(averages) == of_training(run)
     assert averages["loss"] != weights["loss"]
-    for record, raw in ((averages, False), (weights, True)):
-        assert record["weights"] == open_run(str(run), raw=raw).weights
+    assert averages["weights"] == open_run(str(run), raw=False).weights
+    assert weights["weights"] == open_run(str(run), raw=True).weights
     assert averages["weights"] != weights["weights"]
 
 
@@ -101,71 +132,90 @@ def test_the_classes_of_the_lowest_recall_are_printed(run, capsys, monkeypatch):
     evaluate_run(run)
     said = capsys.readouterr().out
     assert "the 2 of 7 classes with the lowest recall" in said
-    with open(run / "evaluation" / "step-00000010" / "classes.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows.sort(key=lambda row: (float(row["recall"]), row["class"]))
-    assert float(rows[0]["recall"]) < float(rows[-1]["recall"])
-    shown = [line.split("|")[2].strip() for line in said.splitlines() if line[:1] == "|"]
-    assert shown[2:4] == [row["class"] for row in rows[:2]]
+    recall = {row["class"]: float(row["recall"]) for row in read_rows(folder_of(run))}
+    lowest_first = sorted(recall, key=lambda name: (recall[name], name))
+    assert recall[lowest_first[0]] < recall[lowest_first[-1]]
+    shown = []
+    for line in said.splitlines():
+        if line.startswith("|"):
+            _, _, name, *_ = line.split("|")
+            shown.append(name.strip())
+    assert shown[2:4] == lowest_first[:2]
 
 
 def test_equals_it_in_two_processes(run, tmp_path):
     run_ranks(2, evaluate_run, run, "--output", tmp_path, "--set=MICRO_BATCH_SIZE=4")
-    found = metrics_of(json.loads((tmp_path / "evaluation.json").read_text()))
-    expected = metrics_of(read_metrics(run)[-1]) | {"samples": SAMPLES["test"]}
+    found = metrics_of(read_record(tmp_path))
+    expected = of_training(run) | {"samples": SAMPLES["test"]}
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
-    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+def test_the_table_is_scikit_learns_of_timms_answers(run, data):
+    pictures, labels = pictures_and_labels(data)
     logits = timm_logits(run, pictures)
     answers = logits.argmax(1)
+    evaluate_run(run)
+    rows = read_rows(folder_of(run))
+    assert [row["class"] for row in rows] == list(NAMES)
 
-    with mock.patch.object(classes, "save_figure", wraps=classes.save_figure) as saved:
-        evaluate_run(run)
-    shares = saved.call_args[0][0].axes[0].images[0].get_array()
-    np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))
-    table = (run / "evaluation" / "step-00000010" / "classes.csv").read_text()
-    rows = list(csv.DictReader(table.splitlines()))
     samples = np.bincount(labels)
-    recall = recall_score(labels, answers, average=None)
     top5 = np.average([float(row["top5"]) for row in rows], weights=samples)
-    assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-4)
+    expected_top5 = top_k_accuracy_score(labels, logits, k=5)
+    assert top5 == pytest.approx(expected_top5, abs=1e-4)
     expected = {
         "samples": samples,
-        "recall": recall,
+        "recall": recall_score(labels, answers, average=None),
         "precision": precision_score(labels, answers, average=None, zero_division=np.nan),
     }
     for name, values in expected.items():
         found = [float(row[name] or "nan") for row in rows]
         assert found == pytest.approx(values, abs=1e-4, nan_ok=True)
+
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
-    for name, row, wrong in zip(NAMES, rows, mistakes, strict=True):
+    for row, wrong in zip(rows, mistakes, strict=True):
         mistake = f"{NAMES[wrong.argmax()]} ({wrong.max()}x)" if wrong.any() else ""
-        assert (row["class"], row["mistaken for"]) == (name, mistake)
-    said = capsys.readouterr().out
+        assert row["mistaken for"] == mistake
+
+
+def test_the_picture_is_scikit_learns_confusion_matrix(run, data):
+    pictures, labels = pictures_and_labels(data)
+    answers = timm_logits(run, pictures).argmax(1)
+    with mock.patch.object(classes, "save_figure", wraps=classes.save_figure) as saved:
+        evaluate_run(run)
+    figure, *_ = saved.call_args.args
+    shares = figure.axes[0].images[0].get_array()
+    expected = confusion_matrix(labels, answers, normalize="true")
+    np.testing.assert_allclose(shares, expected)
+
+
+def test_means_over_classes_are_scikit_learns_and_in_their_intervals(run, data, capsys):
+    pictures, labels = pictures_and_labels(data)
+    answers = timm_logits(run, pictures).argmax(1)
+    evaluate_run(run)
+    said = " ".join(capsys.readouterr().out.split())
     record = read(run)
-    for name, value in {
-        "top1": np.mean(np.equal(labels, answers.numpy())),
-        "mean_recall": recall.mean(),
+    expected = {
+        "top1": accuracy_score(labels, answers),
+        "mean_recall": recall_score(labels, answers, average="macro"),
         "macro_f1": f1_score(labels, answers, average="macro"),
-    }.items():
+    }
+    for name, value in expected.items():
         assert record[name] == pytest.approx(value)
         low, high = record["intervals_95"][name].values()
         assert low <= value <= high
-        assert f"| {name} | {value:.4f} | {low:.4f} to {high:.4f} |" in " ".join(said.split())
+        assert f"| {name} | {value:.4f} | {low:.4f} to {high:.4f} |" in said
 
 
 def test_a_vit_is_evaluated_at_another_size_as_by_timm(run, data, tmp_path, capsys):
-    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    pictures, labels = pictures_and_labels(data)
     logits = timm_logits(run, pictures, size=24)
-    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
+    expected = log_loss(labels, logits.double().softmax(1))
     evaluate_run(run, "--set=MODEL.image_size=24", "--output", tmp_path)
     assert "images of 24 pixels, not 16 as in training" in capsys.readouterr().out
-    record = json.loads((tmp_path / "evaluation.json").read_text())
+    record = read_record(tmp_path)
     assert record["loss"] == pytest.approx(expected, rel=1e-4)
-    assert record["loss"] != pytest.approx(read_metrics(run)[-1]["loss"], rel=1e-3)
+    assert record["loss"] != pytest.approx(of_training(run)["loss"], rel=1e-3)
 
 
 def test_a_picture_that_is_left_out_is_said(run, tmp_path, capsys, monkeypatch):
@@ -183,8 +233,12 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
     weights["head.bias"][0] = np.nan
     save_file(weights, file)
     line = "error: 45 of 45 images have no answer, which counts as wrong: "
-    assert run_forked(evaluate.main, [copy], code=2).stderr.startswith(line)
-    assert [read(copy)[name] for name in ("loss", "top1", "top5")] == [None, 0, 0]
+    ended = run_forked(evaluate.main, [copy], code=2)
+    assert ended.stderr.startswith(line)
+    record = read(copy)
+    assert record["loss"] is None
+    assert record["top1"] == 0
+    assert record["top5"] == 0
     ended = run_forked(predict.main, [copy, data / "test/red/04.png", "--json"], code=2)
     assert json.loads(ended.stdout)["classes"] is None
     assert "04.png: the model's outputs are not finite (NaN)\n" in ended.stderr
@@ -192,10 +246,18 @@ def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
-    metadata = {"data": {"class_names": ["n01", "n02"], "descriptions": ["tench", "goldfish"]}}
-    config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
-    run = SavedRun(Path(), Path(), "", config, metadata)
-    assert evaluate.match_labels(run, DataSummary(2, 2, 2, "", names), None)[0] == [0, 1]
+    of_training = {
+        "class_names": ["n01", "n02"],
+        "descriptions": ["tench", "goldfish"],
+    }
+    config = {
+        "DATA": {"root": ""},
+        "MODEL": {"num_classes": 2},
+    }
+    run = SavedRun(Path(), Path(), "", config, {"data": of_training})
+    summary = DataSummary(2, 2, 2, "", names)
+    outputs, *_ = evaluate.match_labels(run, summary, None)
+    assert outputs == [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +291,20 @@ a b c d e f g        | a b             | --class-order timm | wrong | the model 
 """
 
 
+def with_class_names(exported: Path, names: list[str], folder: Path) -> Path:
+    """Copy the exported model, with other names of its classes."""
+    model = shutil.copytree(exported, folder)
+    file = model / "config.json"
+    hf_config = json.loads(file.read_text())
+    hf_config["label_names"] = names
+    file.write_text(json.dumps(hf_config))
+    return model
+
+
 @pytest.mark.parametrize("case", CASES.strip().splitlines())
 def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case):
     known, folders, flags, is_right, said = map(str.strip, case.split("|"))
-    model = shutil.copytree(exported, tmp_path / "model")
-    hf_config = json.loads((model / "config.json").read_text()) | {"label_names": known.split()}
-    (model / "config.json").write_text(json.dumps(hf_config))
+    model = with_class_names(exported, known.split(), tmp_path / "model")
     (tmp_path / "FILE").write_text("\ufeffg\nf\ne\nd\nc\nb\na\n")
     images = tmp_path / "images"
     images.mkdir()
@@ -245,9 +315,11 @@ def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case)
         elif name != "-":
             (images / name).symlink_to(data / "test" / NAMES[label])
             present.append(label)
-    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
-    answers = timm_logits(run, pictures).argmax(1).numpy()
-    top1 = np.equal(labels, answers)[np.isin(labels, present)].mean()
+    pictures, labels = pictures_and_labels(data)
+    answers = timm_logits(run, pictures).argmax(1)
+    is_present = np.isin(labels, present)
+    is_answer_right = np.equal(labels, answers.numpy())
+    top1 = is_answer_right[is_present].mean()
     words = flags.replace("FILE", str(tmp_path / "FILE")).split()
     words += ["--data", images, "--set=DATA.loader=torchvision", "--set=DATA.workers=0"]
     try:
@@ -255,38 +327,43 @@ def test_labels_are_matched_by_name(exported, run, data, tmp_path, capsys, case)
     except UserError as error:
         printed = str(error)
     else:
-        printed = " ".join(chain(*map(str.split, capsys.readouterr())))
+        captured = capsys.readouterr()
+        printed = " ".join([*captured.out.split(), *captured.err.split()])
     assert said in printed
-    assert (f"top1={top1:.4f}" in printed) == (is_right == "right")
+    is_top1_printed = f"top1={top1:.4f}" in printed
+    assert is_top1_printed == (is_right == "right")
     shutdown()
 
 
 def test_a_class_named_as_a_formula_is_text_to_a_spreadsheet(exported, data, tmp_path):
-    model = shutil.copytree(exported, tmp_path / "model")
     names = ["e=1", "+b", "-c", "@d", "=1+1", "f", "g"]
-    hf_config = json.loads((model / "config.json").read_text()) | {"label_names": names}
-    (model / "config.json").write_text(json.dumps(hf_config))
-    (tmp_path / "images").mkdir()
+    model = with_class_names(exported, names, tmp_path / "model")
+    images = tmp_path / "images"
+    images.mkdir()
     for name, folder in zip(names, NAMES, strict=True):
-        (tmp_path / "images" / name).symlink_to(data / "test" / folder)
-    words = ["--data", tmp_path / "images", "--set=DATA.loader=torchvision"]
+        (images / name).symlink_to(data / "test" / folder)
+    words = ["--data", images, "--set=DATA.loader=torchvision"]
     evaluate_run(model, *words, "--output", tmp_path)
-    with (tmp_path / "classes.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["class"] for row in rows] == ["e=1", "'+b", "'-c", "'@d", "'=1+1", "f", "g"]
+    rows = read_rows(tmp_path)
+    written = [row["class"] for row in rows]
+    assert written == ["e=1", "'+b", "'-c", "'@d", "'=1+1", "f", "g"]
     mistakes = [row["mistaken for"] for row in rows if row["mistaken for"]]
     assert mistakes == ["'=1+1 (6x)"]
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):
     evaluate_run(run, "--data", data, "--raw")
-    assert [*(run / "evaluation").glob(f"step-00000010-raw-{data.name}-??????/evaluation.json")]
+    pattern = f"step-00000010-raw-{data.name}-??????/evaluation.json"
+    assert [*(run / "evaluation").glob(pattern)]
+
     other = write_images(tmp_path / "other")
-    for is_changed in (False, True):
-        evaluate_run(run, f"--set=DATA.root={other}")
-        said = "warning: the data set has changed"
-        assert (said in capsys.readouterr().out) == is_changed
-        (other / "train" / "red" / "04.png").unlink(missing_ok=True)
+    warning = "warning: the data set has changed"
+    evaluate_run(run, f"--set=DATA.root={other}")
+    assert warning not in capsys.readouterr().out
+    (other / "train" / "red" / "04.png").unlink()
+    evaluate_run(run, f"--set=DATA.root={other}")
+    assert warning in capsys.readouterr().out
+
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
     with pytest.raises(UserError, match="knows no class orange .* or pass its own data set with"):
@@ -299,27 +376,30 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
 def test_two_views_average_the_probabilities_of_an_image_and_its_mirror_image(
     run, data, tmp_path, capsys
 ):
-    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
-    mirrored = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
-    views = [timm_logits(run, images).double().softmax(1) for images in (pictures, mirrored)]
-    means = (views[0] + views[1]) / 2
+    pictures, labels = pictures_and_labels(data)
+    mirrored = [ImageOps.mirror(picture) for picture in pictures]
+    first = timm_logits(run, pictures).double().softmax(1)
+    second = timm_logits(run, mirrored).double().softmax(1)
+    means = (first + second) / 2
     expected = {
         "loss": log_loss(labels, means),
         "top1": top_k_accuracy_score(labels, means, k=1),
         "top5": top_k_accuracy_score(labels, means, k=5),
         "macro_f1": f1_score(labels, means.argmax(1), average="macro"),
     }
-    assert expected["loss"] != pytest.approx(log_loss(labels, views[0]), rel=1e-4)
+    assert expected["loss"] != pytest.approx(log_loss(labels, first), rel=1e-4)
 
     run_ranks(2, evaluate_run, run, "--views=2", "--output", tmp_path, "--set=MICRO_BATCH_SIZE=4")
-    record = json.loads((tmp_path / "evaluation.json").read_text())
-    assert metrics_of(record) == pytest.approx(metrics_of(read_metrics(run)[-1]), rel=1e-6)
+    record = read_record(tmp_path)
+    assert metrics_of(record) == pytest.approx(of_training(run), rel=1e-6)
     two_views = record["two_views"]
-    assert {name: two_views[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    found = {name: two_views[name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-4)
 
     evaluate_run(run, "--views=2")
     said = capsys.readouterr().out
-    assert "two views  top1={top1:.4f} top5={top5:.4f} loss={loss:.4f}".format(**two_views) in said
+    line = "two views  top1={top1:.4f} top5={top5:.4f} loss={loss:.4f}".format(**two_views)
+    assert line in said
     assert [*(run / "evaluation").glob("step-00000010-views=2-??????/evaluation.json")]
     evaluate_run(run)
     assert read(run)["two_views"] == {}
@@ -336,5 +416,6 @@ def test_the_second_view_of_symmetric_images_changes_nothing(run, data, tmp_path
         symmetric.parent.mkdir(parents=True, exist_ok=True)
         picture.save(symmetric)
     evaluate_run(run, "--views=2", "--data", tmp_path / "images", "--output", tmp_path)
-    record = json.loads((tmp_path / "evaluation.json").read_text())
-    assert metrics_of(record["two_views"]) == pytest.approx(metrics_of(record), rel=1e-5)
+    record = read_record(tmp_path)
+    of_two_views = metrics_of(record["two_views"])
+    assert of_two_views == pytest.approx(metrics_of(record), rel=1e-5)

@@ -21,7 +21,15 @@ VIT_LITE = {
     "num_classes": 10,
 }
 COUNT = 1 << 22  # values that dropout draws
-TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "num_classes": 5}
+TINY = {
+    "image_size": 16,
+    "patch_size": 4,
+    "width": 24,
+    "depth": 3,
+    "heads": 3,
+    "num_classes": 5,
+}
+MODERN = {"norm": "rmsnorm", "mlp": "swiglu"}
 
 
 def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
@@ -30,12 +38,14 @@ def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
     """
     torch.manual_seed(0)
     ours = build_model(**arguments)
+    timms = timm_arguments(**arguments)
     with torch.device("meta"):  # its own initialisation would only cost time
-        theirs = TimmVisionTransformer(**timm_arguments(**arguments), dynamic_img_size=True)
+        theirs = TimmVisionTransformer(**timms, dynamic_img_size=True)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             if p.ndim == 1 or name.endswith("_token"):
-                p.add_(0.1 * torch.randn_like(p))
+                noise = torch.randn_like(p)
+                p.add_(0.1 * noise)
     theirs.load_state_dict(ours.state_dict(), assign=True)
     for name, layer in list(theirs.named_modules()):
         if isinstance(layer, nn.Dropout):
@@ -46,7 +56,9 @@ def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
 def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     logits = model(images)
-    F.cross_entropy(logits, torch.arange(len(images))).backward()
+    labels = torch.arange(len(images))
+    loss = F.cross_entropy(logits, labels)
+    loss.backward()
     tensors = {"logits": logits.detach()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -75,7 +87,13 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
         {"dropout": 0.1, "drop_path": 0.5},
         {"norm": "rmsnorm"},
         {"mlp": "swiglu", "mlp_ratio": 16 / 3},
-        {"norm": "rmsnorm", "mlp": "swiglu", "pool": "avg", "dropout": 0.1, "init_values": 0.3},
+        {
+            "norm": "rmsnorm",
+            "mlp": "swiglu",
+            "pool": "avg",
+            "dropout": 0.1,
+            "init_values": 0.3,
+        },
         {"images": 8},
         {"images": 24, "reg_tokens": 2, "no_embed_class": True},
         {"images": 12, "pool": "avg", "position": "sincos2d"},
@@ -101,26 +119,32 @@ def test_options_equal_timm(options):
         assert difference.abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
+@pytest.mark.parametrize("parts", [{}, MODERN])
 def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(parts):
     model = build_model(**TINY, reg_tokens=1, init_values=0.3, drop_path=0.2, **parts)
     images = torch.randn(2, 3, 16, 16)
     of_stream = set()
 
     def collect_dtypes(_: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        of_stream.add(inputs[0].dtype)
+        (x,) = inputs
+        of_stream.add(x.dtype)
         of_stream.add(output.dtype)
 
     for block in model.blocks:
         block.register_forward_hook(collect_dtypes)
     with torch.autocast("cpu", torch.bfloat16):
-        model(images).sum().backward()
+        logits = model(images)
+        logits.sum().backward()
     of_gradients = {parameter.grad.dtype for parameter in model.parameters()}
     assert of_stream == {torch.bfloat16}
     assert of_gradients == {torch.float32}
+
+
+def test_attention_with_a_gradient_is_near_the_fused_in_bfloat16():
     q, k, v = torch.randn(3, 2, 3, 17, 8).bfloat16()
     fused = F.scaled_dot_product_attention(q, k, v)
-    ours = attend(q.requires_grad_(), k, v)
+    q.requires_grad_()
+    ours = attend(q, k, v)
     torch.testing.assert_close(ours, fused, rtol=0, atol=0.02)
 
 
@@ -156,7 +180,8 @@ def test_dropouts_rate_and_scale_are_right_and_its_masks_are_independent(
     between_calls = (first * second).mean()
     assert between_calls.abs() < 5 * correlation_error
     for distance in (1, 2, 3, 4, 8, 65, 256):
-        correlation = (first[:-distance] * first[distance:]).mean()
+        products = first[:-distance] * first[distance:]
+        correlation = products.mean()
         assert correlation.abs() < 5 * correlation_error
 
 
@@ -198,17 +223,19 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
         x = block(x)
     x = F.layer_norm(x, (24,), model.norm.weight, model.norm.bias, eps=1e-6)
     shares = F.softmax(model.attention_pool(x), dim=1)
-    x = torch.matmul(shares.transpose(-1, -2), x).squeeze(-2)
-    expected = model.head(x)
-    torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+    x = torch.matmul(shares.transpose(-1, -2), x)
+    expected = model.head(x.squeeze(-2))
+    found = model(images)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("parts", [{}, {"norm": "rmsnorm", "mlp": "swiglu"}])
+@pytest.mark.parametrize("parts", [{}, MODERN])
 def test_initialization_is_distributed_as_timms(parts):
     """Means and standard deviations agree within five standard errors, parameter by parameter."""
     torch.manual_seed(0)
+    arguments = timm_arguments(**VIT_LITE, **parts)
     ours = build_model(**VIT_LITE, **parts).state_dict()
-    theirs = TimmVisionTransformer(**timm_arguments(**VIT_LITE, **parts)).state_dict()
+    theirs = TimmVisionTransformer(**arguments).state_dict()
     assert ours.keys() == theirs.keys()
     for name, reference in theirs.items():
         mine = ours[name]
@@ -228,5 +255,11 @@ def test_sincos2d_is_the_papers_formula():
         period = 10_000 ** (i / 5)
         x = column / period
         y = row / period
-        expected = [math.sin(x), math.cos(x), math.sin(y), math.cos(y)]
-        assert table[row, column, i::6].tolist() == pytest.approx(expected, abs=1e-5)
+        expected = [
+            math.sin(x),
+            math.cos(x),
+            math.sin(y),
+            math.cos(y),
+        ]
+        found = table[row, column, i::6].tolist()
+        assert found == pytest.approx(expected, abs=1e-5)

@@ -31,6 +31,17 @@ from common.tools import predict
 ORIENTATION = 0x0112
 
 
+def predict_and_save(run: Path, *images: Path | str, features: Path) -> None:
+    predict.main([str(run), *map(str, images), "--features", str(features)])
+
+
+def logits_from(features: Path, run: Path) -> torch.Tensor:
+    """Return the logits that the run's head makes of a file of features."""
+    weights = open_run(str(run)).load_weights()
+    rows = torch.tensor(np.load(features))
+    return F.linear(rows, weights["head.weight"], weights["head.bias"])
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """The same picture in many kinds of files; two have to be turned."""
@@ -39,11 +50,13 @@ def pictures(tmp_path_factory) -> Path:
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     picture.save(folder / "a.png")
-    picture.convert("RGBA").save(folder / "b.webp", lossless=True)
+    with_alpha = picture.convert("RGBA")
+    with_alpha.save(folder / "b.webp", lossless=True)
     picture.save(folder / "c.bmp")
     picture.save(folder / "d.tiff")
-    picture.transpose(Image.Transpose.ROTATE_90).save(folder / "e.png", exif=exif)
-    (folder / "f_é.jpg").write_bytes((folder / "a.png").read_bytes())  # the kind is wrong
+    turned = picture.transpose(Image.Transpose.ROTATE_90)
+    turned.save(folder / "e.png", exif=exif)
+    shutil.copy(folder / "a.png", folder / "f_é.jpg")  # the kind is wrong
     return folder
 
 
@@ -52,50 +65,62 @@ def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys, monkeypatc
     content = io.BytesIO((pictures / "a.png").read_bytes())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
     with Image.open(pictures / "a.png") as picture:
-        values, labels = timm_logits(run, [picture])[0].softmax(0).topk(7)
+        (expected_logits,) = timm_logits(run, [picture])
+    probabilities, labels = expected_logits.softmax(0).topk(7)
     file = tmp_path / "new" / "features.npy"
-    predict.main([str(run), str(pictures), "-", "--json", "--features", str(file)])
+    predict_and_save(run, pictures, "-", "--json", features=file)
     out, err = capsys.readouterr()
     assert err == f"features   {file}: float32 [7, 32]\n"
     answers = [json.loads(line) for line in out.splitlines()]
-    assert [Path(answer["image"]).name[0] for answer in answers] == list("abcdef-")
-    weights = open_run(str(run)).load_weights()
-    logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
-    for answer, shares in zip(answers, logits.softmax(1), strict=True):
-        for found, value, label in zip(answer["classes"], values, labels, strict=True):
-            assert (found["label"], found["class"]) == (label, NAMES[label])
-            for share in (found["probability"], shares[label]):
-                assert share == pytest.approx(value.item(), abs=2e-3)
+    first_letters = [Path(answer["image"]).name[0] for answer in answers]
+    assert first_letters == ["a", "b", "c", "d", "e", "f", "-"]
+    shares = logits_from(file, run).softmax(1)
+    for answer, of_features in zip(answers, shares, strict=True):
+        expected = zip(labels.tolist(), probabilities.tolist(), strict=True)
+        for found, (label, probability) in zip(answer["classes"], expected, strict=True):
+            assert found["label"] == label
+            assert found["class"] == NAMES[label]
+            assert found["probability"] == pytest.approx(probability, abs=2e-3)
+            assert of_features[label] == pytest.approx(probability, abs=2e-3)
 
 
 def test_what_is_no_image_is_named_and_the_others_are_answered(
     run, pictures, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(predict, "BATCH", 2)
-    (tmp_path / "text.jpg").write_text("no image")
-    (tmp_path / "short.png").write_bytes((pictures / "a.png").read_bytes()[:2000])
-    shutil.copy(pictures / "a.png", tmp_path / "z.png")
-    names = [tmp_path / name for name in ("text.jpg", "short.png", "gone.png", "z.png")]
+    content = (pictures / "a.png").read_bytes()
+    text = tmp_path / "text.jpg"
+    short = tmp_path / "short.png"
+    gone = tmp_path / "gone.png"
+    whole = tmp_path / "z.png"
+    text.write_text("no image")
+    short.write_bytes(content[:2000])
+    whole.write_bytes(content)
+    file = tmp_path / "all.parquet"
     with pytest.raises(PartialError, match="not all images have an answer"):
-        predict.main([str(run), *map(str, names), f"--features={tmp_path}/all.parquet"])
+        predict_and_save(run, text, short, gone, whole, features=file)
     out, err = capsys.readouterr()
     line, last = out.splitlines()[-2:]
-    assert last == f"features   {tmp_path}/all.parquet: float32 [4, 32]"
-    assert re.fullmatch(rf"{names[3]}: (\S+ [\d.]+ %(; |$)){{5}}", line)
+    assert last == f"features   {file}: float32 [4, 32]"
+    assert re.fullmatch(rf"{whole}: (\S+ [\d.]+ %(; |$)){{5}}", line)
     unreadable = "not a readable image: "
     assert re.fullmatch(
-        f"error: {names[0]}: {unreadable}not of a kind that is read\n"
-        f"error: {names[1]}: {unreadable}.*\n"
-        f"error: {names[2]}: No such file or directory\n",
+        f"error: {text}: {unreadable}not of a kind that is read\n"
+        f"error: {short}: {unreadable}.*\n"
+        f"error: {gone}: No such file or directory\n",
         err,
     )
-    table = read_table(tmp_path / "all.parquet").to_pydict()
-    assert table["image"] == list(map(str, names))
-    assert np.isnan(table["features"]).sum(1).tolist() == [32, 32, 32, 0]
+    table = read_table(file).to_pydict()
+    assert table["image"] == [str(text), str(short), str(gone), str(whole)]
+    missing = np.isnan(table["features"]).sum(1)
+    assert missing.tolist() == [32, 32, 32, 0]
 
 
 def test_a_model_without_an_answer_ends_with_2_whatever_follows(monkeypatch):
-    answers = [{"image": "a", "classes": None, "error": "NaN"}, {"image": "b", "error": "missing"}]
+    answers = [
+        {"image": "a", "classes": None, "error": "NaN"},
+        {"image": "b", "error": "missing"},
+    ]
     opened = SimpleNamespace(class_names=["x"], metadata={"data": {}})
     monkeypatch.setattr(predict, "open_model", lambda *_, **__: opened)
     monkeypatch.setattr(predict, "name_classes", lambda *_: None)
@@ -111,17 +136,19 @@ def test_features_of_every_batch_are_those_of_its_images(run, tmp_path, monkeypa
     for number, picture in enumerate(pictures):
         picture.save(tmp_path / f"{number}.png")
     file = tmp_path / "features.npy"
-    predict.main([str(run), str(tmp_path), "--features", str(file)])
-    weights = open_run(str(run)).load_weights()
-    logits = F.linear(torch.tensor(np.load(file)), weights["head.weight"], weights["head.bias"])
-    torch.testing.assert_close(logits, timm_logits(run, pictures), rtol=0, atol=0.02)
+    predict_and_save(run, tmp_path, features=file)
+    logits = logits_from(file, run)
+    expected = timm_logits(run, pictures)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0.02)
 
 
 def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_path, monkeypatch):
     names = [f"{tmp_path}/{seed}.png" for seed in range(6)]
     for seed, name in enumerate(names):
-        noise_image(40, 40, seed).save(name)
-    expected = [answer["features"] for answer in predict.predict(open_run(str(run)), names)]
+        picture = noise_image(40, 40, seed)
+        picture.save(name)
+    answers = predict.predict(open_run(str(run)), names)
+    expected = [answer["features"] for answer in answers]
     opened = open_run(str(run))
     forward = Predictor.__call__
 
@@ -134,30 +161,40 @@ def test_the_weights_of_a_run_are_read_once_and_threads_may_share_it(run, tmp_pa
     monkeypatch.setattr(Predictor, "__call__", forward_and_wait)
     loaded = Mock(wraps=opened.load_model)
     monkeypatch.setattr(SavedRun, "load_model", lambda _: loaded())
+
+    def predict_one(name: str) -> dict:
+        return next(predict.predict(opened, [name]))
+
     with ThreadPoolExecutor(6) as pool:
-        answers = pool.map(lambda name: next(predict.predict(opened, [name])), names * 9)
-    for answer, features in zip(list(answers), expected * 9, strict=True):
+        answers = list(pool.map(predict_one, names * 9))
+    for answer, features in zip(answers, expected * 9, strict=True):
         np.testing.assert_allclose(answer["features"], features, atol=2e-3)
     assert loaded.call_count == 1
 
 
 def test_names_that_are_not_utf8_have_a_row_of_features(run, pictures, tmp_path, capsys):
     """Linux allows any bytes, as unpacked archives of other systems have them."""
-    image = shutil.copy(pictures / "a.png", tmp_path / os.fsdecode(b"caf\xe9.png"))
+    image = tmp_path / os.fsdecode(b"caf\xe9.png")
+    shutil.copy(pictures / "a.png", image)
     file = tmp_path / "all.parquet"
-    predict.main([str(run), str(image), "--features", str(file)])
-    assert read_table(file).to_pydict()["image"] == [f"{tmp_path}/caf\\xe9.png"]
-    assert capsys.readouterr().out.splitlines()[-1] == f"features   {file}: float32 [1, 32]"
+    predict_and_save(run, image, features=file)
+    table = read_table(file).to_pydict()
+    assert table["image"] == [f"{tmp_path}/caf\\xe9.png"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"features   {file}: float32 [1, 32]"
 
 
-def test_a_file_of_features_is_refused_before_the_model_is_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.csv", "name a file that ends in .npy or .parquet"),
+        ("a.parquet", "needs pyarrow: pip install pyarrow"),
+    ],
+)
+def test_a_file_of_features_is_refused_before_the_model_is_read(name, message, monkeypatch):
     monkeypatch.setattr(predict, "find_spec", lambda module: None)
-    for name, message in {
-        "a.csv": "name a file that ends in .npy or .parquet",
-        "a.parquet": "needs pyarrow: pip install pyarrow",
-    }.items():
-        with pytest.raises(UserError, match=f"--features {name}:? {message}"):
-            predict.main(["gone", "a.png", "--features", name])
+    with pytest.raises(UserError, match=f"--features {name}:? {message}"):
+        predict.main(["gone", "a.png", "--features", name])
 
 
 def test_the_librarys_page_classifies_images(run, pictures, capsys):
@@ -168,11 +205,21 @@ def test_the_librarys_page_classifies_images(run, pictures, capsys):
     exec(code.replace("photographs", str(pictures)), {})
     unread, *rows, shape = capsys.readouterr().out.splitlines()
     assert unread == "gone.png: No such file or directory"
-    assert {row.split()[1] for row in rows} <= {*NAMES}
-    assert shape == f"({len(rows)}, 32)" == "(6, 32)"
+    answers = {row.split()[1] for row in rows}
+    assert answers <= {*NAMES}
+    assert len(rows) == 6
+    assert shape == "(6, 32)"
 
 
-@pytest.mark.parametrize("images", ["a.png", [Image.new("RGB", (9, 9))], [b"a.png"]])
+@pytest.mark.parametrize(
+    "images",
+    [
+        "a.png",
+        [Image.new("RGB", (9, 9))],
+        [b"a.png"],
+    ],
+)
 def test_images_that_are_no_list_of_paths_are_refused(run, images):
+    opened = open_run(str(run))
     with pytest.raises(TypeError, match="^predict takes a list of paths, not ['[]"):
-        next(predict.predict(open_run(str(run)), images))
+        next(predict.predict(opened, images))

@@ -19,20 +19,25 @@ def draw(classes: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     # no two equal in a row, as whose class is then the first is not defined
     logits += torch.arange(classes) / 10
     known = max(2, classes - 1)
-    return logits, torch.randint(known, (samples,), generator=generator)
+    labels = torch.randint(known, (samples,), generator=generator)
+    return logits, labels
 
 
 def measure(classes: int, samples: int, size: int) -> dict[str, float]:
     """Return the metrics on this rank of ``size``; its last samples are padding."""
     logits, labels = draw(classes, samples)
+    padded = math.ceil(samples / size) * size
     with launched() as _:
         counts = Counts(torch.device("cpu"))
         rank = torch.distributed.get_rank()
-        mine = torch.arange(rank, math.ceil(samples / size) * size, size)
-        own_logits = logits[mine % samples].split(4)
-        own_labels = torch.where(mine < samples, labels[mine % samples], -100).split(4)
-        for batch, label in zip(own_logits, own_labels, strict=True):
-            counts.add(batch, label)
+        local = torch.arange(rank, padded, size)
+        is_sample = local < samples
+        rows = local % samples
+        local_logits = logits[rows]
+        local_labels = torch.where(is_sample, labels[rows], -100)
+        batches = zip(local_logits.split(4), local_labels.split(4), strict=True)
+        for batch, batch_labels in batches:
+            counts.add(batch, batch_labels)
         return counts.sum_over_ranks(ParallelMode.DATA)
 
 
@@ -50,20 +55,29 @@ def test_metrics_are_scikit_learns(classes, ranks):
         "samples": 23,
     }
     if classes == 2:
-        expected["auroc"] = roc_auc_score(labels, logits[:, 1] - logits[:, 0])
+        scores = logits[:, 1] - logits[:, 0]
+        expected["auroc"] = roc_auc_score(labels, scores)
     for metrics in run_ranks(ranks, measure, classes, 23, ranks):
-        assert metrics.pop("top5") >= metrics["top1"]
+        top5 = metrics.pop("top5")
+        assert top5 >= metrics["top1"]
         assert metrics == pytest.approx(expected, rel=1e-6)
 
 
 def test_repetitions_rank_by_their_means_and_the_loss_decides_between_equal_ones():
-    measured = [(0.75, 2.0), (0.25, 1.0), (0.5, 1.4)]
-    a, b, c = ({"top1": top1, "loss": loss} for top1, loss in measured)
-    assert rank_repetitions([a, b], "top1") == Best(0.5, -1.5)
-    assert rank_repetitions([c], "top1") > rank_repetitions([a, b], "top1")
+    a = {"top1": 0.75, "loss": 2.0}
+    b = {"top1": 0.25, "loss": 1.0}
+    c = {"top1": 0.5, "loss": 1.4}
+    a_and_b = rank_repetitions([a, b], "top1")
+    assert a_and_b == Best(0.5, -1.5)
+    assert rank_repetitions([c], "top1") > a_and_b
     assert rank_repetitions([b, c], "loss") > rank_repetitions([a], "loss")
-    # the score of a user's hook goes before the metric, as in checkpoints/best
-    assert rank_repetitions([b | {"score": 9.0}], "top1") > rank_repetitions([a], "top1")
+
+
+def test_the_score_of_a_users_hook_goes_before_the_metric():
+    """As in checkpoints/best."""
+    a = {"top1": 0.75, "loss": 2.0}
+    b = {"top1": 0.25, "loss": 1.0, "score": 9.0}
+    assert rank_repetitions([b], "top1") > rank_repetitions([a], "top1")
 
 
 @pytest.mark.parametrize(
@@ -76,9 +90,12 @@ def test_repetitions_rank_by_their_means_and_the_loss_decides_between_equal_ones
 )
 def test_a_repetition_without_a_finite_metric_makes_its_combination_no_better_than_none(failed):
     fine = {"top1": 0.5, "loss": 1.0}
-    assert rank_repetitions([fine, failed], "top1") == rank_repetitions([], "top1") == Best()
+    assert rank_repetitions([fine, failed], "top1") == Best()
+    assert rank_repetitions([], "top1") == Best()
 
 
 def test_an_auroc_that_is_not_defined_is_nan():
-    assert math.isnan(auroc(np.ones(3), np.arange(3.0)))
-    assert math.isnan(auroc(np.arange(2), np.array([0.0, math.nan])))
+    of_one_class = auroc(labels=np.ones(3), scores=np.arange(3.0))
+    of_nan = auroc(labels=np.arange(2), scores=np.array([0.0, math.nan]))
+    assert math.isnan(of_one_class)
+    assert math.isnan(of_nan)

@@ -33,15 +33,59 @@ BATCH = 16
 TOKENS = 4
 WIDTH = 16
 CLASSES = 8
+# dimensions, and the groups over which they are cut
 Cuts = tuple[tuple[int, ParallelMode], ...]
-# name: ranks, the config's parallel.tensor, the suffix of the layers' names, how activations
-# [B, N, D] are cut: by samples, then by channels.
-MODES: dict[str, tuple[int, dict[str, Any], str, Cuts, Cuts]] = {
-    "1d-2": (2, {"mode": "1d"}, "1D", (), ()),
-    "2d-4": (4, {"mode": "2d"}, "2D", ((0, COL_2D),), ((2, ROW_2D),)),
-    "2.5d-4": (4, {"mode": "2.5d", "depth": 1}, "2p5D", ((0, XZ_2P5D),), ((2, ROW_2P5D),)),
-    "2.5d-8": (8, {"mode": "2.5d", "depth": 2}, "2p5D", ((0, XZ_2P5D),), ((2, ROW_2P5D),)),
-    "3d-8": (8, {"mode": "3d"}, "3D", ((0, WEIGHT_3D), (0, INPUT_3D)), ((2, OUTPUT_3D),)),
+
+
+@dataclass
+class Mode:
+    """A parallel mode, and how activations [B, N, D] are cut in it."""
+
+    ranks: int
+    suffix: str  # of the layers' names
+    tensor: dict[str, Any]  # the config's parallel.tensor, without its size
+    samples: Cuts = ()
+    channels: Cuts = ()
+
+    def launch_config(self) -> dict[str, Any]:
+        return {
+            "parallel": {
+                "pipeline": {"size": 1},
+                "tensor": {"size": self.ranks, **self.tensor},
+            }
+        }
+
+
+MODES = {
+    "1d-2": Mode(2, "1D", {"mode": "1d"}),
+    "2d-4": Mode(
+        4,
+        "2D",
+        {"mode": "2d"},
+        samples=((0, COL_2D),),
+        channels=((2, ROW_2D),),
+    ),
+    "2.5d-4": Mode(
+        4,
+        "2p5D",
+        {"mode": "2.5d", "depth": 1},
+        samples=((0, XZ_2P5D),),
+        channels=((2, ROW_2P5D),),
+    ),
+    "2.5d-8": Mode(
+        8,
+        "2p5D",
+        {"mode": "2.5d", "depth": 2},
+        samples=((0, XZ_2P5D),),
+        channels=((2, ROW_2P5D),),
+    ),
+    "3d-8": Mode(
+        8,
+        "3D",
+        {"mode": "3d"},
+        samples=((0, WEIGHT_3D), (0, INPUT_3D)),
+        channels=((2, OUTPUT_3D),),
+    ),
 }
 # A linear layer of 3d leaves its output split over the other groups.
 AFTER_LINEAR_3D: Cuts = ((0, WEIGHT_3D), (0, OUTPUT_3D), (2, INPUT_3D))
@@ -58,8 +102,10 @@ class Patches(nn.Module):
         self.pos_embed = nn.Parameter(torch.randn(1, 5, WIDTH))
 
     def forward(self, images: Tensor) -> Tensor:
-        x = nn.functional.conv2d(images, self.weight, self.bias, stride=2).flatten(2).mT
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        x = nn.functional.conv2d(images, self.weight, self.bias, stride=2)  # [B, D, Y, X]
+        x = x.flatten(2).mT  # [B, N, D]
+        cls_tokens = self.cls_token.expand(len(x), -1, -1)
+        return torch.cat([cls_tokens, x], 1) + self.pos_embed
 
 
 class WithLabels(nn.Module):
@@ -116,12 +162,16 @@ def tied_linear(bias: bool) -> nn.Module:
 
 def rows_of(case: str) -> dict[str, Row]:
     """Return the rows of a mode by name."""
-    _, _, suffix, samples, channels = MODES[case]
+    mode = MODES[case]
+    suffix = mode.suffix
+    samples = mode.samples
+    channels = mode.channels
     is_1d = suffix == "1D"
     is_3d = suffix == "3D"
     split = samples + channels
+    after = AFTER_LINEAR_3D if is_3d else split
     # Where a vocabulary-parallel classifier leaves the classes.
-    classes = ((2, TENSOR),) if is_1d else AFTER_LINEAR_3D if is_3d else split
+    classes = ((2, TENSOR),) if is_1d else after
 
     def new(name: str, *args: Any, **options: Any) -> Callable[[], nn.Module]:
         return lambda: getattr(cnn, name + suffix)(*args, **options)
@@ -144,12 +194,34 @@ def rows_of(case: str) -> dict[str, Row]:
 
     classify = linear(CLASSES)
     rows = {
-        "LayerNorm": Row(new("LayerNorm", WIDTH, eps=1e-5), norm, activations, split, split),
-        "LayerNorm of a large mean": Row(
-            new("LayerNorm", WIDTH, eps=1e-5), norm, shifted, split, split
+        "LayerNorm": Row(
+            new("LayerNorm", WIDTH, eps=1e-5),
+            norm,
+            activations,
+            split,
+            split,
         ),
-        "PatchEmbedding": Row(new("PatchEmbedding", 4, 2, 3, WIDTH), Patches, images, (), split),
-        "Embedding": Row(new("Embedding", CLASSES, WIDTH), embedding, tokens, (), split),
+        "LayerNorm of a large mean": Row(
+            new("LayerNorm", WIDTH, eps=1e-5),
+            norm,
+            shifted,
+            split,
+            split,
+        ),
+        "PatchEmbedding": Row(
+            new("PatchEmbedding", 4, 2, 3, WIDTH),
+            Patches,
+            images,
+            (),
+            split,
+        ),
+        "Embedding": Row(
+            new("Embedding", CLASSES, WIDTH),
+            embedding,
+            tokens,
+            (),
+            split,
+        ),
         "Embedding with padding": Row(
             new("Embedding", CLASSES, WIDTH, padding_idx=1),
             lambda: nn.Embedding(CLASSES, WIDTH, padding_idx=1),
@@ -158,9 +230,19 @@ def rows_of(case: str) -> dict[str, Row]:
             split,
         ),
         "VocabParallelEmbedding": Row(
-            new("VocabParallelEmbedding", CLASSES, WIDTH), embedding, tokens, (), split
+            new("VocabParallelEmbedding", CLASSES, WIDTH),
+            embedding,
+            tokens,
+            (),
+            split,
         ),
-        "Classifier": Row(new("Classifier", WIDTH, CLASSES), classify, activations, split, samples),
+        "Classifier": Row(
+            new("Classifier", WIDTH, CLASSES),
+            classify,
+            activations,
+            split,
+            samples,
+        ),
         "Classifier without bias": Row(
             new("Classifier", WIDTH, CLASSES, bias=False),
             linear(CLASSES, bias=False),
@@ -169,7 +251,11 @@ def rows_of(case: str) -> dict[str, Row]:
             samples,
         ),
         "VocabParallelClassifier": Row(
-            new("VocabParallelClassifier", WIDTH, CLASSES), classify, activations, split, classes
+            new("VocabParallelClassifier", WIDTH, CLASSES),
+            classify,
+            activations,
+            split,
+            classes,
         ),
         "Classifier with the embedding's weight": Row(
             lambda: tied(
@@ -216,8 +302,9 @@ def rows_of(case: str) -> dict[str, Row]:
                 (),
             ),
         }
-        for name, (cls, options, x_cuts, out_cuts) in rest.items():
-            build = functools.partial(getattr(cnn, cls), WIDTH, 2 * WIDTH, **options)
+        for name, (class_name, options, x_cuts, out_cuts) in rest.items():
+            layer_class = getattr(cnn, class_name)
+            build = functools.partial(layer_class, WIDTH, 2 * WIDTH, **options)
             rows[name] = Row(build, linear(2 * WIDTH), activations, x_cuts, out_cuts)
         rows["Linear_Col of 2 dimensions"] = Row(
             functools.partial(cnn.Linear1D_Col, WIDTH, WIDTH),
@@ -227,10 +314,19 @@ def rows_of(case: str) -> dict[str, Row]:
             ((1, TENSOR),),
         )
         return rows
-    after = AFTER_LINEAR_3D if is_3d else split
-    rows["Linear"] = Row(new("Linear", WIDTH, 32), linear(32), activations, split, after)
+    rows["Linear"] = Row(
+        new("Linear", WIDTH, 32),
+        linear(32),
+        activations,
+        split,
+        after,
+    )
     rows["Linear without bias"] = Row(
-        new("Linear", WIDTH, 32, bias=False), linear(32, bias=False), activations, split, after
+        new("Linear", WIDTH, 32, bias=False),
+        linear(32, bias=False),
+        activations,
+        split,
+        after,
     )
     rows["Linear twice"] = Row(
         lambda: nn.Sequential(cnn.Linear(WIDTH, 32), cnn.Linear(32, WIDTH)),
@@ -240,7 +336,11 @@ def rows_of(case: str) -> dict[str, Row]:
         split,
     )
     rows["Linear with other weights"] = Row(
-        lambda: with_replaced(new("Linear", WIDTH, 32)()), linear(32), activations, split, after
+        lambda: with_replaced(new("Linear", WIDTH, 32)()),
+        linear(32),
+        activations,
+        split,
+        after,
     )
     rows["CrossEntropyLoss"] = Row(
         lambda: WithLabels(new("CrossEntropyLoss", label_smoothing=0.1)()),
@@ -262,7 +362,8 @@ def rows_of(case: str) -> dict[str, Row]:
 
 def cut(tensor: Tensor, cuts: Cuts) -> Tensor:
     for dim, group in cuts:
-        tensor = tensor.chunk(gpc.get_world_size(group), dim)[gpc.get_local_rank(group)]
+        shards = tensor.chunk(gpc.get_world_size(group), dim)
+        tensor = shards[gpc.get_local_rank(group)]
     return tensor.clone()
 
 
@@ -297,10 +398,9 @@ def compare_row(row: Row) -> dict[str, float]:
     for name, parameter in layer.named_parameters():
         sharding = getattr(parameter, "sharding", None)
         expected = full[name].grad
-        pairs[f"gradient of {name}"] = (
-            parameter.grad,
-            sharding.cut(expected) if sharding else expected,
-        )
+        if sharding:
+            expected = sharding.cut(expected)
+        pairs[f"gradient of {name}"] = parameter.grad, expected
     return {name: difference(*pair) for name, pair in pairs.items()}
 
 
@@ -311,14 +411,14 @@ def layer_keys(layer: nn.Module) -> list[str]:
 def difference(one: Tensor, other: Tensor) -> float:
     assert one.shape == other.shape, (one.shape, other.shape)
     # relative to 1 where values are large
-    return ((one - other).abs() / other.abs().clamp(min=1)).max().item()
+    scale = other.abs().clamp(min=1)
+    relative = (one - other).abs() / scale
+    return relative.max().item()
 
 
 def compare_mode(case: str) -> dict[str, dict[str, float]]:
-    ranks, tensor, *_ = MODES[case]
-    config = {"parallel": {"pipeline": {"size": 1}, "tensor": {"size": ranks, **tensor}}}
     found = {}
-    with launched(**config):
+    with launched(**MODES[case].launch_config()):
         before = dict(vars(tensor_parallel_env))
         for name, row in rows_of(case).items():
             # Layers of 1d and 3d say there what those after them are to do.
@@ -333,7 +433,7 @@ def compare_mode(case: str) -> dict[str, dict[str, float]]:
 @functools.cache
 def on_ranks(case: str) -> list[dict[str, dict[str, float]]] | Exception:
     try:
-        return run_ranks(MODES[case][0], compare_mode, case)
+        return run_ranks(MODES[case].ranks, compare_mode, case)
     except (RuntimeError, TimeoutError) as error:
         # Cached: each row would wait again for ranks that hang.
         return error
@@ -358,33 +458,40 @@ def test_a_layer_computes_what_one_process_does(case, name):
 
 def look_around(case: str) -> dict[str, Any]:
     """Return masks of dropout, a weight as it is built, and whether copies of weights are equal."""
-    ranks, tensor, *_ = MODES[case]
-    with launched(parallel={"tensor": {"size": ranks, **tensor}}):
-        # In 1d the output of the first is split, that of the second is not.
-        layers = [cnn.Linear(WIDTH, WIDTH), cnn.Dropout(), cnn.Linear(WIDTH, WIDTH), cnn.Dropout()]
-        layers.append(cnn.Classifier(WIDTH, CLASSES))
+    with launched(**MODES[case].launch_config()):
+        # In 1d the output of the first linear layer is split, that of the second is not.
+        first = cnn.Linear(WIDTH, WIDTH)
+        dropout = cnn.Dropout()
+        second = cnn.Linear(WIDTH, WIDTH)
+        last_dropout = cnn.Dropout()
+        head = cnn.Classifier(WIDTH, CLASSES)
+        spreads = []
+        for parameter in nn.ModuleList([first, second, head]).parameters():
+            group = parameter.sharding.replicated_over
+            if group:
+                copies = all_gather(parameter.detach()[None], 0, group)
+                spread = (copies - copies[:1]).abs().max()
+                spreads.append(spread.item())
         ones = torch.ones(64)
-        parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        copies = [
-            all_gather(parameter.detach()[None], 0, parameter.sharding.replicated_over)
-            for parameter in parameters
-            if parameter.sharding.replicated_over
-        ]
         return {
-            "masks": [layers[1](ones), layers[1](ones)],
-            "last mask": layers[3](ones),
-            "weight": parameters[0].detach(),
-            "spread": max([(copy - copy[:1]).abs().max().item() for copy in copies]),
+            "masks": [dropout(ones), dropout(ones)],
+            "last mask": last_dropout(ones),
+            "weight": next(first.parameters()).detach(),
+            "spread": max(spreads),
         }
 
 
 def half_precision(case: str) -> dict[str, Any]:
     """Return the dtypes of layers' gradients in autocast, and the error of outputs."""
-    ranks, tensor, _, samples, channels = MODES[case]
-    with launched(parallel={"tensor": {"size": ranks, **tensor}}):
+    mode = MODES[case]
+    with launched(**mode.launch_config()):
         torch.manual_seed(0)
-        x = cut(activations(), samples + channels)
-        layers = [cnn.Classifier(WIDTH, CLASSES), cnn.LayerNorm(WIDTH), cnn.Linear(WIDTH, WIDTH)]
+        x = cut(activations(), mode.samples + mode.channels)
+        layers = [
+            cnn.Classifier(WIDTH, CLASSES),
+            cnn.LayerNorm(WIDTH),
+            cnn.Linear(WIDTH, WIDTH),
+        ]
         found = {}
         for layer in layers:
             expected = layer(x)
@@ -399,7 +506,7 @@ def half_precision(case: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["1d-2", "2d-4", "2.5d-4", slow("3d-8")])
 def test_layers_compute_in_the_dtype_of_autocast(case):
-    for found in run_ranks(MODES[case][0], half_precision, case):
+    for found in run_ranks(MODES[case].ranks, half_precision, case):
         for name, (grads, error) in found.items():
             assert grads == {torch.float32}
             # bfloat16 has three digits
@@ -412,11 +519,15 @@ def count_distinct(tensors: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("case", ["1d-2", "2d-4", slow("2.5d-8"), slow("3d-8")])
 def test_ranks_draw_masks_and_weights_of_their_own_and_share_those_of_copies(case):
-    found = run_ranks(MODES[case][0], look_around, case)
+    found = run_ranks(MODES[case].ranks, look_around, case)
     ranks = len(found)
-    assert count_distinct([mask for rank in found for mask in rank["masks"]]) == 2 * ranks
-    last_masks = count_distinct([rank["last mask"] for rank in found])
-    assert last_masks == (1 if case == "1d-2" else ranks)
+    masks = []
+    for rank in found:
+        masks += rank["masks"]
+    last_masks = [rank["last mask"] for rank in found]
+    weights = [rank["weight"] for rank in found]
+    assert count_distinct(masks) == 2 * ranks
+    assert count_distinct(last_masks) == (1 if case == "1d-2" else ranks)
     squares = 2 if case == "2.5d-8" else 1
-    assert count_distinct([rank["weight"] for rank in found]) == ranks / squares
+    assert count_distinct(weights) == ranks / squares
     assert max(rank["spread"] for rank in found) == 0

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.nn.utils import parameters_to_vector
+from torch.optim import AdamW, Optimizer
 
 from common.data.mixup import MixupLoss
 from common.engine.engine import Engine, initialize
@@ -59,28 +60,35 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDINGS, "cpu", TapeRecording)
 
 
-def amp(mode: AMP_TYPE, dtype: str, **options: Any) -> dict[str, Any]:
-    return {"fp16": dict(mode=mode, dtype=dtype, **options)}
-
-
+THREE = dict(gradient_accumulation=3, LOG=dict(noise_scale=True))
 CASES: dict[str, dict[str, Any]] = {
     f"{name} {options}": {"OPTIMIZER": {"name": name, **options}}
     for name, several in OPTIONS.items()
     for options in several
 }
 CASES |= {
-    "three micro-batches": dict(gradient_accumulation=3, LOG=dict(noise_scale=True)),
-    "lamb, three": dict(
-        OPTIMIZER={"name": "lamb"}, gradient_accumulation=3, LOG=dict(noise_scale=True)
+    "three micro-batches": THREE,
+    "lamb, three": dict(OPTIMIZER={"name": "lamb"}, **THREE),
+    "bfloat16": dict(
+        fp16=dict(mode=AMP_TYPE.TORCH, dtype="bfloat16"),
     ),
-    "bfloat16": amp(AMP_TYPE.TORCH, "bfloat16"),
-    "float16": amp(AMP_TYPE.TORCH, "float16", growth_interval=2),
-    "float16, three": amp(AMP_TYPE.TORCH, "float16")
-    | dict(gradient_accumulation=3, LOG=dict(noise_scale=True)),
-    "NAIVE": amp(AMP_TYPE.NAIVE, "bfloat16"),
-    "O3": amp(AMP_TYPE.APEX, "bfloat16", opt_level="O3"),
+    "float16": dict(
+        fp16=dict(mode=AMP_TYPE.TORCH, dtype="float16", growth_interval=2),
+    ),
+    "float16, three": dict(
+        fp16=dict(mode=AMP_TYPE.TORCH, dtype="float16"),
+        **THREE,
+    ),
+    "NAIVE": dict(
+        fp16=dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
+    ),
+    "O3": dict(
+        fp16=dict(mode=AMP_TYPE.APEX, dtype="bfloat16", opt_level="O3"),
+    ),
     "one weight is frozen": dict(FREEZE="body"),
-    "batch norms": dict(MODEL=dict(timm="resnet10t", image_size=32, num_classes=5)),
+    "batch norms": dict(
+        MODEL=dict(timm="resnet10t", image_size=32, num_classes=5),
+    ),
 }
 
 
@@ -92,8 +100,13 @@ def batches(config: Mapping[str, Any], step: int) -> Iterator[Any]:
         images = torch.randn(4, 3, size, size, generator=random)
         if step == BAD:
             images[0] = torch.nan
-        labels = torch.randint(5, (4,), generator=random)
-        yield images, {"target": labels, "other": labels.flip(0), "lam": torch.tensor(step / STEPS)}
+        target = torch.randint(5, (4,), generator=random)
+        labels = {
+            "target": target,
+            "other": target.flip(0),
+            "lam": torch.tensor(step / STEPS),
+        }
+        yield images, labels
 
 
 @dataclass
@@ -111,15 +124,24 @@ def noise_averages(engine: Engine) -> list[Tensor]:
 
 
 def state_of(engine: Engine, model: torch.nn.Module) -> dict[str, Any]:
-    return copy.deepcopy(
-        {
-            "model": model.state_dict(),
-            "optimizer": engine.optimizer.state_dict(),
-            "step": engine.optimizer.step_state(),
-            "noise": engine.noise_scale and noise_averages(engine),
-            "random": torch.get_rng_state(),
-        }
-    )
+    state = {
+        "model": model.state_dict(),
+        "optimizer": engine.optimizer.state_dict(),
+        "step": engine.optimizer.step_state(),
+        "noise": engine.noise_scale and noise_averages(engine),
+        "random": torch.get_rng_state(),
+    }
+    return copy.deepcopy(state)
+
+
+def load_state(engine: Engine, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    model.load_state_dict(state["model"])
+    engine.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    engine.optimizer.load_step_state(state["step"])
+    if engine.noise_scale:
+        for averages, saved in zip(noise_averages(engine), state["noise"], strict=True):
+            averages.copy_(saved)
+    torch.set_rng_state(state["random"])
 
 
 def train(config: Mapping[str, Any], state: Mapping[str, Any] | None = None, **more: Any):
@@ -133,34 +155,31 @@ def train(config: Mapping[str, Any], state: Mapping[str, Any] | None = None, **m
         engine.train()
         start = 0
         if state:
+            load_state(engine, model, state)
             start = state["step"]["updates"]
-            model.load_state_dict(state["model"])
-            engine.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-            engine.optimizer.load_step_state(state["step"])
-            if engine.noise_scale:
-                for averages, saved in zip(noise_averages(engine), state["noise"], strict=True):
-                    averages.copy_(saved)
             optimizer._opt_called = True
             for _ in range(start):
                 schedule.step()
-            torch.set_rng_state(state["random"])
+        said = found.said
         for step in range(start, STEPS):
             rates = [group["lr"] for group in optimizer.param_groups]
             results = engine.train_step(batches(config, step))
             for output, _, loss in results:
-                found.said.append([loss.item(), output.tolist(), engine.optimizer.accumulated])
-            found.said.append([engine.optimizer.grad_norm.item(), rates])
+                said.append([loss.item(), output.tolist(), engine.optimizer.accumulated])
+            said.append([engine.optimizer.grad_norm.item(), rates])
             schedule.step()
             if step == 4:
                 found.state = state_of(engine, model)
-        found.said.append(engine.total_loss.item())
-        found.said.append(engine.optimizer.step_state())
-        found.said.append(engine.noise_scale and [a.tolist() for a in noise_averages(engine)])
-        found.said.append([buffer.tolist() for buffer in model.buffers()])
+        said.append(engine.total_loss.item())
+        said.append(engine.optimizer.step_state())
+        said.append(engine.noise_scale and [a.tolist() for a in noise_averages(engine)])
+        said.append([buffer.tolist() for buffer in model.buffers()])
         if engine.graphs:
-            several = {"next"} if engine.optimizer.accumulation > 1 else set()
-            assert engine.graphs.parts.keys() == {"first", "update"} | several
-        found.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+            parts = {"first", "update"}
+            if engine.optimizer.accumulation > 1:
+                parts.add("next")
+            assert engine.graphs.parts.keys() == parts
+        found.weights = parameters_to_vector(model.parameters()).detach()
     return found
 
 
@@ -202,7 +221,9 @@ def test_an_option_that_changes_is_not_kept_by_the_recording():
                 list(engine.train_step(batches(CONFIG, step)))
             return model.head.weight.detach()
 
-    assert torch.equal(run(GRAPHS=True), run())
+    recorded = run(GRAPHS=True)
+    plain = run()
+    assert torch.equal(recorded, plain)
 
 
 def test_too_many_skipped_updates_end_recorded_steps_too():
@@ -215,21 +236,26 @@ def test_too_many_skipped_updates_end_recorded_steps_too():
             list(engine.train_step(batches(CONFIG, 5)))
 
 
-def build_engine(optimizer: Callable[..., torch.optim.Optimizer] = AdamW, **config: Any) -> Engine:
+FusedAdamW = partial(AdamW, fused=True)
+
+
+def build_engine(build_optimizer: Callable[..., Optimizer], **config: Any) -> Engine:
     model = nn.Linear(3, 2)
-    return initialize(model, optimizer(model.parameters(), lr=0.1), **config)[0]
+    optimizer = build_optimizer(model.parameters(), lr=0.1)
+    engine, *_ = initialize(model, optimizer, **config)
+    return engine
 
 
 def start(**config: Any) -> None:
     """Launch with ``config``, and build an engine."""
     with launched(GRAPHS=True, **config):
-        build_engine(partial(AdamW, fused=True))
+        build_engine(FusedAdamW)
 
 
 def test_steps_run_plainly_where_they_cannot_be_recorded(monkeypatch, capfd):
     said = "training runs without CUDA graphs: "
     with launched(GRAPHS=True):
-        build_engine()
+        build_engine(AdamW)
     assert capfd.readouterr().out == f"{said}AdamW cannot skip an update on the device\n"
     run_ranks(2, start)
     assert capfd.readouterr().out == f"{said}2 processes\n"
@@ -244,10 +270,10 @@ def test_a_step_that_waits_for_the_device_is_refused():
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
         return logits.sum() * logits.mean().item()
 
+    batch = torch.ones(2, 3), torch.ones(2)
     with launched(GRAPHS=True):
-        engine = build_engine(partial(AdamW, fused=True), criterion=criterion)
-        step = partial(engine.train_step, repeat((torch.ones(2, 3), torch.ones(2))))
+        engine = build_engine(FusedAdamW, criterion=criterion)
         for _ in range(3):
-            list(step())
+            list(engine.train_step(repeat(batch)))
         with pytest.raises(UserError, match="^GRAPHS=True: .*_local_scalar.*GRAPHS=False$"):
-            list(step())
+            list(engine.train_step(repeat(batch)))

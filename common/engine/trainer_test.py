@@ -9,7 +9,8 @@ import pytest
 import torch
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
 
 from common.engine.engine import initialize
 from common.engine.hooks import LRSchedulerHook
@@ -34,6 +35,18 @@ def resumes(*state: int) -> Recorder:
     return Recorder("before_train", lambda trainer: trainer.load_state_dict(position))
 
 
+def build_falling(optimizer: Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def build_multi_step(optimizer: Optimizer) -> LRScheduler:
+    return MultiStepLR(optimizer, [1, 3, 7])
+
+
+def build_cosine(optimizer: Optimizer) -> LRScheduler:
+    return CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2)
+
+
 def fit(
     hooks: Sequence[BaseHook] = (),
     *,
@@ -41,7 +54,7 @@ def fit(
     accumulation: int = 1,
     test_batches: int = 0,
     epochs: int = 1,
-    build_schedule: Any = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    build_schedule: Callable[[Optimizer], LRScheduler] = build_falling,
     by_epoch: bool = False,
     **options: Any,
 ) -> Trainer:
@@ -49,20 +62,50 @@ def fit(
     of that.
     """
     with launched(gradient_accumulation=accumulation):
-        norm, linear = model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
-        groups = [{"params": norm.parameters(), "lr": 0.5}, {"params": linear.parameters()}]
-        optimizer = torch.optim.SGD(groups, lr=1.0)
+        norm = nn.BatchNorm1d(3)
+        linear = nn.Linear(3, 2)
+        model = nn.Sequential(norm, linear)
+        groups = [
+            {"params": norm.parameters(), "lr": 0.5},
+            {"params": linear.parameters()},
+        ]
+        optimizer = SGD(groups, lr=1.0)
         schedule = build_schedule(optimizer)
-        hooks = [*hooks, LRSchedulerHook(schedule, by_epoch=True)] if by_epoch else hooks
-        batch = torch.full((2, 3), float(gpc.get_global_rank())), torch.zeros(2, dtype=torch.long)
-        train = [batch] * batches
-        test = [batch] * test_batches or None
+        all_hooks = list(hooks)
+        if by_epoch:
+            all_hooks.append(LRSchedulerHook(schedule, by_epoch=True))
+        rank = gpc.get_global_rank()
+        images = torch.full((2, 3), float(rank))
+        labels = torch.zeros(2, dtype=torch.long)
+        batch = images, labels
         engine, train, test, _ = initialize(
-            model, optimizer, nn.CrossEntropyLoss(), train, test, schedule
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            [batch] * batches,
+            [batch] * test_batches or None,
+            schedule,
         )
         trainer = Trainer(engine)
-        trainer.fit(train, epochs, test_dataloader=test, hooks=list(hooks), **options)
+        trainer.fit(train, epochs, test_dataloader=test, hooks=all_hooks, **options)
         return trainer
+
+
+CALLS = (
+    "after_hook_is_attached",
+    "before_train",
+    "before_train_epoch",
+    "before_train_iter",
+    "after_train_iter",
+    "after_train_epoch",
+    "before_test",
+    "before_test_epoch",
+    "before_test_iter",
+    "after_test_iter",
+    "after_test_epoch",
+    "after_test",
+    "after_train",
+)
 
 
 def test_hooks_are_called_in_order_the_first_by_priority():
@@ -70,34 +113,44 @@ def test_hooks_are_called_in_order_the_first_by_priority():
 
     def build_hook(priority: int) -> BaseHook:
         hook = BaseHook(priority)
-        for name in (
-            *("after_hook_is_attached", "before_train", "before_train_epoch", "before_train_iter"),
-            *("after_train_iter", "after_train_epoch", "before_test", "before_test_epoch"),
-            *("before_test_iter", "after_test_iter", "after_test_epoch", "after_test"),
-            "after_train",
-        ):
+        for name in CALLS:
             setattr(hook, name, lambda *_, name=name: called.append((name, priority)))
         return hook
 
     fit([build_hook(9), build_hook(1)], batches=2, test_batches=1)
-    assert called[::2] == [(name, 1) for name, _ in called[::2]]
-    assert called[1::2] == [(name, 9) for name, _ in called[::2]]
-    assert " ".join(name for name, _ in called[::2]) == (
-        "after_hook_is_attached before_train before_train_epoch "
-        "before_train_iter after_train_iter before_train_iter after_train_iter after_train_epoch "
-        "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch "
-        "after_test after_train"
-    )
+    names = [
+        "after_hook_is_attached",
+        "before_train",
+        "before_train_epoch",
+        "before_train_iter",
+        "after_train_iter",
+        "before_train_iter",
+        "after_train_iter",
+        "after_train_epoch",
+        "before_test",
+        "before_test_epoch",
+        "before_test_iter",
+        "after_test_iter",
+        "after_test_epoch",
+        "after_test",
+        "after_train",
+    ]
+    expected = []
+    for name in names:
+        expected += [(name, 1), (name, 9)]
+    assert called == expected
 
 
 def test_counts_with_accumulation():
-    counts = Recorder(
-        "after_train_iter", lambda t: (t.step, t.update_done, t.cur_step, t.cur_epoch)
-    )
-    # (last step's, next step's)
-    rates = Recorder(
-        "after_train_iter", lambda t: (t.learning_rate, t.engine.optimizer.param_groups[1]["lr"])
-    )
+    def count(trainer: Trainer) -> tuple:
+        return trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch
+
+    def rates_of_last_and_next_step(trainer: Trainer) -> tuple:
+        _, linear = trainer.engine.optimizer.param_groups
+        return trainer.learning_rate, linear["lr"]
+
+    counts = Recorder("after_train_iter", count)
+    rates = Recorder("after_train_iter", rates_of_last_and_next_step)
     fit([counts, rates], batches=5, accumulation=2)
     assert counts.values == [
         (0, False, 0, 0),
@@ -105,12 +158,20 @@ def test_counts_with_accumulation():
         (1, False, 2, 0),
         (2, True, 3, 1),
     ]
-    assert rates.values == [(0, 1), (1, 1 / 2), (1, 1 / 2), (1 / 2, 1 / 3)]
+    assert rates.values == [
+        (0, 1),
+        (1, 1 / 2),
+        (1, 1 / 2),
+        (1 / 2, 1 / 3),
+    ]
 
 
 @pytest.mark.parametrize(
     ("accumulation", "max_steps", "evaluated_at"),
-    [(1, None, [8, 16, 20]), (2, 5, [4, 5])],
+    [
+        (1, None, [8, 16, 20]),
+        (2, 5, [4, 5]),
+    ],
 )
 def test_evaluation_and_end(accumulation, max_steps, evaluated_at):
     tests = Recorder("before_test", lambda trainer: (trainer.step, trainer.engine.training))
@@ -128,23 +189,26 @@ def test_evaluation_and_end(accumulation, max_steps, evaluated_at):
     assert trainer.step == evaluated_at[-1]
 
 
-# in the middle of an epoch of 6 or more steps, and after two of 2
 @pytest.mark.parametrize(
-    ("state", "end"), [((5, 0, 5, 0), (9, 2, 1 / 9)), ((4, 2, 0, 4), (8, 3, 1 / 8))]
+    ("state", "step", "epoch", "learning_rate"),
+    [
+        # in the middle of an epoch of 6 or more steps
+        ((5, 0, 5, 0), 9, 2, 1 / 9),
+        # after two epochs of 2 steps
+        ((4, 2, 0, 4), 8, 3, 1 / 8),
+    ],
 )
-def test_two_epochs_of_a_data_set_whose_size_has_changed_end_with_the_schedule(state, end):
+def test_two_epochs_of_a_data_set_whose_size_has_changed_end_with_the_schedule(
+    state, step, epoch, learning_rate
+):
     trainer = fit([resumes(*state)], epochs=2)
-    assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == end
+    assert trainer.step == step
+    assert trainer.cur_epoch == epoch
+    assert trainer.learning_rate == learning_rate
 
 
 @pytest.mark.parametrize("by_epoch", [False, True])
-@pytest.mark.parametrize(
-    "build_schedule",
-    [
-        lambda optimizer: MultiStepLR(optimizer, [1, 3, 7]),
-        lambda optimizer: CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2),
-    ],
-)
+@pytest.mark.parametrize("build_schedule", [build_multi_step, build_cosine])
 def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoch, capsys):
     def rates(*hooks: BaseHook) -> list[float]:
         recorder = Recorder("after_train_iter", lambda trainer: trainer.learning_rate)
@@ -159,7 +223,8 @@ def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoc
 
     resumed = rates(resumes(9, 2, 1, 8))
     assert "[Epoch 3 / Train]: 100%|██████████| 4/4 [" in capsys.readouterr().err
-    assert resumed == pytest.approx(rates()[9:])
+    whole = rates()
+    assert resumed == pytest.approx(whole[9:])
 
 
 def test_what_a_hook_has_stopped_can_go_on():
@@ -167,17 +232,27 @@ def test_what_a_hook_has_stopped_can_go_on():
         trainer.stopping = True
 
     trainer = fit([Recorder("after_train_iter", stop)])
-    assert (trainer.step, trainer.stopping) == (1, False)
+    assert trainer.step == 1
+    assert not trainer.stopping
 
 
-def statistics_in_evaluation() -> list[list[float]]:
-    recorder = Recorder("before_test_iter", lambda t: next(t.engine.model.buffers()).tolist())
+def mean_in_evaluation() -> list[float]:
+    """Return the batch norm's running mean."""
+
+    def running_mean(trainer: Trainer) -> list[float]:
+        mean, *_ = trainer.engine.model.buffers()
+        return mean.tolist()
+
+    recorder = Recorder("before_test_iter", running_mean)
     fit([recorder], test_batches=1)
-    return recorder.values
+    (value,) = recorder.values
+    return value
 
 
 def test_all_ranks_evaluate_with_the_statistics_of_the_first():
-    assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
+    first, second = run_ranks(2, mean_in_evaluation)
+    assert first == [0.0, 0.0, 0.0]
+    assert second == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -186,7 +261,10 @@ def test_a_gpu_that_is_still_busy_has_not_waited_for_data(is_done, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     trainer = Trainer.__new__(Trainer)
     trainer.device = torch.device("cuda")
-    trainer.step, trainer.data_wait = 0, 0.0
+    trainer.step = 0
+    trainer.data_wait = 0.0
     loader = (time.sleep(0.01) for _ in range(2))
-    assert len(list(trainer._timed(loader))) == 2
-    assert (trainer.data_wait >= 0.02) is is_done
+    batches = list(trainer._timed(loader))
+    assert len(batches) == 2
+    has_waited = trainer.data_wait >= 0.02
+    assert has_waited is is_done

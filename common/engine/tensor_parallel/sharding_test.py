@@ -36,12 +36,16 @@ def on_ranks(case: str) -> list[dict[str, Any]]:
 
 
 def look_around(case: str) -> dict[str, Any]:
-    config = CASES[case][1]
+    _, config = CASES[case]
+    mode = config["parallel"]["tensor"]["mode"]
+    layout = LAYOUTS[mode]
     with launched(**config):
-        layout = LAYOUTS[config["parallel"]["tensor"]["mode"]]
-        groups = (ParallelMode.DATA, layout.samples, layout.channels)
+        # the ranks of data, samples and channels
+        position = []
+        for group in (ParallelMode.DATA, layout.samples, layout.channels):
+            position.append(gpc.get_local_rank(group) if group else 0)
         return {
-            "position": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
+            "position": position,
             "masks": masks(),
             "recomputed": recomputed_gradients(),
         }
@@ -59,7 +63,8 @@ def masks() -> dict[str, Tensor]:
         "output": block.mlp.drop2,
         "drop_path": block.drop_path,
     }
-    return {name: layer(torch.ones(64, 2, 4)).bool() for name, layer in layers.items()}
+    ones = torch.ones(64, 2, 4)
+    return {name: layer(ones).bool() for name, layer in layers.items()}
 
 
 def recomputed_gradients() -> list[list[Tensor]]:
@@ -68,12 +73,12 @@ def recomputed_gradients() -> list[list[Tensor]]:
     passes = []
     images, labels = next(iter(micro_batches()))
     for checkpointed in (False, True):
-        model = shard_model(
-            build_tiny_model(dropout=0.2, drop_path=0.2, activation_checkpoint=checkpointed)
-        )
+        full = build_tiny_model(dropout=0.2, drop_path=0.2, activation_checkpoint=checkpointed)
+        model = shard_model(full)
         model.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
         torch.manual_seed(5)
-        blended_loss(model(images), **labels).backward()
+        loss = blended_loss(model(images), **labels)
+        loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert len(passes) == 3  # one recomputed
     return gradients
@@ -83,18 +88,21 @@ def recomputed_gradients() -> list[list[Tensor]]:
 def test_masks_are_drawn_anew_and_agree_where_activations_do(case):
     answers = on_ranks(case)
     for one in answers:
-        assert 0.4 < one["masks"]["hidden"].float().mean() < 0.6
-        assert not torch.equal(one["masks"]["hidden"], one["masks"]["again"])
+        drawn = one["masks"]
+        assert 0.4 < drawn["hidden"].float().mean() < 0.6
+        assert not torch.equal(drawn["hidden"], drawn["again"])
         for other in answers:
             has_same_activations = one["position"] == other["position"]
+            has_same_samples = one["position"][:2] == other["position"][:2]
             expected = {
                 "residual": has_same_activations,
                 "output": has_same_activations,
                 "hidden": one is other,
-                "drop_path": one["position"][:2] == other["position"][:2],  # the same samples
+                "drop_path": has_same_samples,
             }
             for name, agrees in expected.items():
-                assert torch.equal(one["masks"][name], other["masks"][name]) == agrees, name
+                is_equal = torch.equal(drawn[name], other["masks"][name])
+                assert is_equal == agrees, name
 
 
 @in_every_mode
@@ -108,15 +116,18 @@ def test_recomputed_activations_have_the_same_masks(case):
 def test_norms_do_not_overflow_in_half(norm):
     """100^2 overflows in half precision, 0.001^2 is below the epsilon."""
     torch.manual_seed(0)
-    x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
+    deviations = torch.tensor([[100.0], [0.001]])
+    x = (deviations * torch.randn(2, 1024)).half()
     bias = getattr(norm, "bias", None)
     with launched():
-        output = ShardedNorm(norm.weight, bias, norm.eps, ParallelMode.DATA)(x)
+        sharded = ShardedNorm(norm.weight, bias, norm.eps, ParallelMode.DATA)
+        output = sharded(x)
     torch.testing.assert_close(output, norm(x.float()), rtol=0, atol=1e-3)
 
 
 def epsilons(arguments: dict[str, str]) -> set[float]:
-    with launched(**CASES["2d-4"][1]):
+    _, config = CASES["2d-4"]
+    with launched(**config):
         model = shard_model(build_tiny_model(**arguments))
         return {layer.eps for layer in model.modules() if isinstance(layer, ShardedNorm)}
 
@@ -124,7 +135,8 @@ def epsilons(arguments: dict[str, str]) -> set[float]:
 @pytest.mark.parametrize("arguments", [{}, MODERN])
 def test_norms_keep_their_epsilon(arguments):
     """Beside activations of 1 the default, 1e-5, is within what parity_test allows."""
-    assert run_ranks(4, epsilons, arguments) == [{1e-6}] * 4
+    for found in run_ranks(4, epsilons, arguments):
+        assert found == {1e-6}
 
 
 class Product(ShardedLinear):
@@ -134,10 +146,13 @@ class Product(ShardedLinear):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_in_autocasts_dtype(dtype):
-    layer = Product(nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.zeros(3)))
+    weight = nn.Parameter(torch.ones(4, 3))
+    bias = nn.Parameter(torch.zeros(3))
+    layer = Product(weight, bias)
+    x = torch.ones(2, 4)
     with torch.autocast("cpu", dtype):
-        assert layer(torch.ones(2, 4)).dtype == dtype
-    assert layer(torch.ones(2, 4)).dtype == torch.float32
+        assert layer(x).dtype == dtype
+    assert layer(x).dtype == torch.float32
 
 
 def test_the_shares_of_norms_are_copied_to_the_device_once(monkeypatch):
@@ -149,7 +164,8 @@ def test_the_shares_of_norms_are_copied_to_the_device_once(monkeypatch):
     with launched():
         reduce_norms = build_reduce_norms()
         for _ in range(2):
-            assert reduce_norms(torch.ones(2, 3), parameters).tolist() == [[1.0] * 3] * 2
+            reduced = reduce_norms(torch.ones(2, 3), parameters)
+            assert reduced.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     assert make.call_count == 1
 
 
@@ -157,4 +173,5 @@ def test_the_norm_of_gradients_in_half_precision_may_exceed_its_range():
     """float16 ends at 65,504."""
     parameter = nn.Parameter(torch.zeros(100, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 20_000)
-    assert global_grad_norm(grad_norms([parameter])).item() == pytest.approx(200_000)
+    norm = global_grad_norm(grad_norms([parameter]))
+    assert norm.item() == pytest.approx(200_000)

@@ -46,11 +46,28 @@ ROWS = [
     slow("2d-4", []),
     slow("3d-8", []),
 ]
-RANDOM_ROWS = [("none", [HALF]), ("dp2", []), ("2d-4", []), ("zero 3", [])]
+RANDOM_ROWS = [
+    ("none", [HALF]),
+    ("dp2", []),
+    ("2d-4", []),
+    ("zero 3", []),
+]
 
 
 def start(images: Path, run: Path, settings: Sequence[str], flags: Sequence[str] = ()) -> None:
     train(images, run, *settings, flags=flags)
+
+
+def settings_of(mode: str, settings: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the number of processes and the settings of a row."""
+    gpus, options = (4, {}) if mode == "dp4" else CASES[mode]
+    of_mode = [f"{key}={value}" for key, value in options.items()]
+    return gpus, [*SETTINGS, *settings, *of_mode]
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the standard output since the last call, as one line."""
+    return " ".join(capfd.readouterr().out.split())
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +86,24 @@ def run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
     mode, settings, images, tmp_path, capfd
 ):
-    gpus, options = (CASES | {"dp4": (4, {})})[mode]
-    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    gpus, settings = settings_of(mode, settings)
     run = tmp_path / "run"
-    run_ranks(gpus, train, images, run, *settings)
+    run_ranks(gpus, start, images, run, settings)
     before = read_folder(run)
     saved = [int(path.name[-8:]) for path in run.glob("checkpoints/step-*")]
     for step in (3, 7, 10):
         replay = ["--replay", str(step), "--replay-to", str(tmp_path / f"step{step}")]
-        capfd.readouterr()
+        printed(capfd)
         run_ranks(gpus, start, images, run, settings, replay)
-        first = max([0, *(number for number in saved if number < step)]) + 1
+        saved_before = [number for number in saved if number < step]
+        first = max(saved_before, default=0) + 1
         records = counted(step - first + 1, "record")
         words = f"metrics.jsonl: equal to the bit at {records}, {first} to {step}"
-        assert words in " ".join(capfd.readouterr().out.split())
+        assert words in printed(capfd)
     assert read_folder(run) == before
 
     told = json.loads((tmp_path / "step10" / "step.json").read_text())
-    (record,) = [record for record in read_metrics(run) if record["step"] == 10 and "lr" in record]
+    (record,) = [line for line in read_metrics(run) if line["step"] == 10 and "lr" in line]
     assert told["loss"] == pytest.approx(record["loss"], rel=1e-6)
     # The norms of the tensors make up the whole one, whatever cuts them.
     squares = sum(row["gradient"] ** 2 for row in told["tensors"])
@@ -96,22 +113,28 @@ def test_steps_are_replayed_to_the_bit_and_nothing_is_written(
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "settings"), RANDOM_ROWS)
 def test_random_steps_are_replayed_to_the_bit(mode, settings, images, tmp_path, capfd):
-    gpus, options = CASES[mode]
-    settings = [*SETTINGS, *settings, *(f"{key}={value}" for key, value in options.items())]
+    gpus, settings = settings_of(mode, settings)
     run = tmp_path / "run"
-    run_ranks(gpus, train, images, run, *settings)
+    run_ranks(gpus, start, images, run, settings)
     for step in random.Random(mode).sample(range(1, 13), 5):
-        capfd.readouterr()
+        printed(capfd)
         run_ranks(gpus, start, images, run, settings, ["--replay", str(step)])
-        assert "metrics.jsonl: equal to the bit at" in " ".join(capfd.readouterr().out.split())
+        assert "metrics.jsonl: equal to the bit at" in printed(capfd)
 
 
 def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_saw(images, tmp_path):
     """A yellow image is labelled blue."""
     data = tmp_path / "data"
     shutil.copytree(images, data)
-    Image.new("RGB", (24, 20), "yellow").save(data / "train" / "blue" / "odd.png")
-    settings = [*SETTINGS, "MIXUP=0", "LEARNING_RATE=5e-3", "NUM_EPOCHS=12", "MODEL.dropout=0"]
+    yellow = Image.new("RGB", (24, 20), "yellow")
+    yellow.save(data / "train" / "blue" / "odd.png")
+    settings = [
+        *SETTINGS,
+        "MIXUP=0",
+        "LEARNING_RATE=5e-3",
+        "NUM_EPOCHS=12",
+        "MODEL.dropout=0",
+    ]
     run = tmp_path / "run"
     run_ranks(1, start, data, run, settings)
     found = 0
@@ -122,11 +145,13 @@ def test_a_planted_image_is_found_by_name_and_the_pictures_are_what_the_model_sa
         told = json.loads((folder / "step.json").read_text())
         rows = [image for image in told["images"] if image["image"].endswith("blue/odd.png")]
         if rows:
-            assert told["images"][0]["image"] == rows[0]["image"]
+            odd = rows[0]
+            first = told["images"][0]
+            assert first["image"] == odd["image"]
             *_, largest = sorted(folder.glob("*.png"))
-            assert largest.name.endswith(f"-rank0-micro0-row{rows[0]['row']:04}-odd.png")
-            red, green, blue = np.asarray(Image.open(largest)).reshape(-1, 3).T
-            assert (red.min(), green.min(), blue.max()) == (255, 255, 0)
+            assert largest.name.endswith(f"-rank0-micro0-row{odd['row']:04}-odd.png")
+            pixels = np.asarray(Image.open(largest)).reshape(-1, 3)
+            assert (pixels == [255, 255, 0]).all()
             found += 1
     assert found == 1  # an image is in one step of an epoch
 
@@ -145,30 +170,37 @@ def test_what_cannot_be_replayed_is_said_in_a_line(flags, message, images, run, 
     monkeypatch.chdir(run.parent)
     settings = in_words(f"DATA.root={images}", *SETTINGS)
     words = ["--config=tiny.py", "--output=run", *settings, *flags]
-    assert message in run_forked(lambda argv: train_on(argv, TASK), words, 2).stderr
+    ended = run_forked(lambda argv: train_on(argv, TASK), words, 2)
+    assert message in ended.stderr
 
 
 def test_what_is_not_finite_is_kept_apart_from_what_is_large_and_named_from_the_input_on():
-    images = [{"image": "a.png", "is_finite": True}, {"image": "b.png", "is_finite": False}]
-    layers = {"stem": 7.0, "norm": math.nan, "head": math.inf}
+    finite = {"image": "a.png", "is_finite": True}
+    not_finite = {"image": "b.png", "is_finite": False}
+    layers = {
+        "stem": 7.0,
+        "norm": math.nan,
+        "head": math.inf,
+    }
     words = "; layers whose output is not: 2 of 3, from the input on: norm, head"
-    said = describe_activations({"images": images, "activations": layers})
+    said = describe_activations({"images": [finite, not_finite], "activations": layers})
     assert said == f"images that are not finite: b.png{words}"
-    said = describe_activations({"images": images[:1], "activations": layers})
+    said = describe_activations({"images": [finite], "activations": layers})
     assert said == f"all images are finite{words}"
 
 
 def test_a_replay_without_records_says_how_to_get_them(images, run, tmp_path, capfd):
     copy = shutil.copytree(run, tmp_path / "run")
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[-1:]))
+    file = copy / "metrics.jsonl"
+    *_, last = file.read_text().splitlines(keepends=True)
+    file.write_text(last)
     run_ranks(1, start, images, copy, SETTINGS, ["--replay", "3"])
     words = "metrics.jsonl: it has no record of these steps to compare with; LOG.every=1 writes"
-    assert words in " ".join(capfd.readouterr().out.split())
+    assert words in printed(capfd)
 
 
 def test_a_replay_on_other_processes_says_so(images, run, capfd):
     run_ranks(2, start, images, run, SETTINGS, ["--replay", "3"])
-    words = " ".join(capfd.readouterr().out.split())
-    assert "equal to the bit at" not in words
-    assert "(on other processes: close, not equal to the bit)" in words
+    said = printed(capfd)
+    assert "equal to the bit at" not in said
+    assert "(on other processes: close, not equal to the bit)" in said

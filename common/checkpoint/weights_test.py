@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor
 
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
@@ -36,7 +37,8 @@ def saved(tmp_path) -> Path:
     """A file with the weights of a model like `OTHER`, of 9 classes."""
     path = tmp_path / "weights.safetensors"
     torch.manual_seed(1)
-    save_file(build_model(**OTHER | {"num_classes": 9}).state_dict(), path)
+    model = build_model(**OTHER | {"num_classes": 9})
+    save_file(model.state_dict(), path)
     return path
 
 
@@ -54,24 +56,30 @@ def saved(tmp_path) -> Path:
     ],
 )
 def test_other_classes_and_another_size_are_timms(parts, size, tmp_path):
-    arguments = OTHER | {"image_size": 32, **parts}
-    source = build_model(**arguments | {"num_classes": 9})
-    torch.save({"model": torch.compile(source).state_dict()}, tmp_path / "timm.pth")
-    ours = build_model(**arguments | {"image_size": size})
-    own = {name: p.clone() for name, p in ours.named_parameters()}
-    done = load_pretrained(ours, str(tmp_path / "timm.pth"))
-    reference = VisionTransformer(**timm_arguments(**arguments | {"image_size": size})).eval()
-    kept = ["head.weight", "head.bias"]
-    if "position" in parts:  # timm knows of no fixed table, and would resample it
-        kept.append("pos_embed")
+    file = tmp_path / "timm.pth"
+    source = build_model(**OTHER | parts | {"image_size": 32, "num_classes": 9})
+    torch.save({"model": torch.compile(source).state_dict()}, file)
+    arguments = OTHER | parts | {"image_size": size}
+    ours = build_model(**arguments).eval()
+    before = deepcopy(dict(ours.named_parameters()))
+    done = load_pretrained(ours, str(file))
+
+    reference = VisionTransformer(**timm_arguments(**arguments)).eval()
     expected = checkpoint_filter_fn(source.state_dict(), reference)
-    reference.load_state_dict(expected | {name: own[name] for name in kept})
+    expected["head.weight"] = before["head.weight"]
+    expected["head.bias"] = before["head.bias"]
+    if "position" in parts:  # timm knows of no fixed table, and would resample it
+        expected["pos_embed"] = before["pos_embed"]
+    reference.load_state_dict(expected)
     images = torch.randn(3, 3, size, size)
-    torch.testing.assert_close(ours.eval()(images), reference(images))
+    torch.testing.assert_close(ours(images), reference(images))
+
     assert "(names without _orig_mod.); MODEL.heads=2, which the weights do not tell; " in done
     assert "; a new head of 7 classes, not its 9" in done
+    grid = size // 8
+    says_resampled = f"resampled to {grid} x {grid} patches from 4 x 4" in done
     is_resampled = size != 32 and "position" not in parts
-    assert (f"resampled to {size // 8} x {size // 8} patches from 4 x 4" in done) == is_resampled
+    assert says_resampled == is_resampled
 
 
 # weights; the data set's classes; the option; their rows of the head, "-" for a new one; and what
@@ -95,7 +103,11 @@ def test_a_head_is_kept_for_classes_of_its_names(request, case):
     own = deepcopy(model.head.state_dict())
     assert said in load_pretrained(model, path, names.split(), option)
     for key, value in model.head.state_dict().items():
-        expected = own[key] if rows == "-" else saved[f"head.{key}"][[*map(int, rows.split())]]
+        if rows == "-":
+            expected = own[key]
+        else:
+            order = [int(row) for row in rows.split()]
+            expected = saved[f"head.{key}"][order]
         assert torch.equal(value, expected)
 
 
@@ -114,9 +126,11 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
         if source == trained:
             done += f" (the best; moving average of the weights: {checkpoint.name})"
         assert load_pretrained(model, str(source)) == done
-        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[name])
+        other = build_model(**OTHER | {"heads": 4})
         with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
-            load_pretrained(build_model(**OTHER | {"heads": 4}), str(source))
+            load_pretrained(other, str(source))
     assert open_run(str(trained), raw=True).weights == "raw.safetensors"
 
 
@@ -124,17 +138,29 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
 def test_every_mode_starts_from_the_same(trained, data, mode, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     world_size, options = CASES[mode]
-    settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1"]
-    settings += [f"{key}={value}" for key, value in options.items()]
-    run_ranks(world_size, train, data, tmp_path / "run", *settings)
-    found, expected = (read_metrics(run)[-1] for run in (tmp_path / "run", trained))
+    settings = [
+        f"INIT={trained}",
+        "LEARNING_RATE=1e-50",
+        "MAX_STEPS=1",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
+    run = tmp_path / "run"
+    run_ranks(world_size, train, data, run, *settings)
+    found = read_metrics(run)[-1]
+    expected = read_metrics(trained)[-1]
     assert found["top1"] == expected["top1"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_weights_that_do_not_fit_are_refused(saved):
-    change = {"mlp_ratio": 3, "reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True}
-    change |= {"norm": "rmsnorm", "mlp": "swiglu"}
+    change = {
+        "mlp_ratio": 3,
+        "reg_tokens": 2,
+        "init_values": 1e-6,
+        "no_embed_class": True,
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+    }
     message = (
         "from MODEL.mlp_ratio=3.0, MODEL.mlp=swiglu, MODEL.norm=rmsnorm, "
         "MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
@@ -162,28 +188,36 @@ def test_what_holds_no_weights_is_refused(tmp_path):
     torch.save({"epoch": 3, "weights": weights}, tmp_path / "other.pth")
     (tmp_path / "short.safetensors").write_bytes(b"12345678{")
     (tmp_path / "empty").mkdir()
-    for name, words in {
+    messages = {
         "code.pth": "not by torch.save, or more than tensors",
         "short.safetensors": "holds no weights that can be read",
         "empty": "holds no weights that can be read \\(No such file",
         "other.pth": "is no state_dict",
-    }.items():
-        with pytest.raises(UserError, match=f"{tmp_path / name}: .*{words}") as raised:
-            open_source(str(tmp_path / name))
+    }
+    for name, words in messages.items():
+        path = tmp_path / name
+        with pytest.raises(UserError, match=f"{path}: .*{words}") as raised:
+            open_source(str(path))
         assert "\n" not in str(raised.value)
 
 
 def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
     settings = ("EMA=0.9", "MODEL.dropout=0.1")
-    train(data, tmp_path / "head", f"INIT={trained}", "FREEZE=body", *settings)
     source = open_run(str(trained)).load_weights()
-    last = newest_checkpoint(tmp_path / "head" / "checkpoints")
+
+    def changed_in(weights: dict[str, Tensor]) -> set[str]:
+        return {key for key in source if not torch.equal(weights[key], source[key])}
+
+    head = train(data, tmp_path / "head", f"INIT={trained}", "FREEZE=body", *settings)
+    last = newest_checkpoint(head / "checkpoints")
     for raw in (False, True):
         weights = open_run(str(last), raw=raw).load_weights()
-        changed = {key for key in source if not torch.equal(weights[key], source[key])}
-        assert changed == {"head.weight", "head.bias"}
-    moments = {entry.partition("/")[2] for entry in load_file(last / "optimizer.safetensors")}
+        assert changed_in(weights) == {"head.weight", "head.bias"}
+    entries = load_file(last / "optimizer.safetensors")
+    moments = {entry.partition("/")[2] for entry in entries}
     assert moments == {"head.weight", "head.bias"}
-    train(data, tmp_path / "whole", *settings, "NUM_EPOCHS=3", flags=["--resume", str(last)])
-    tuned = open_run(str(tmp_path / "whole"), raw=True).load_weights()
-    assert [key for key in source if torch.equal(tuned[key], source[key])] == []
+
+    flags = ["--resume", str(last)]
+    whole = train(data, tmp_path / "whole", *settings, "NUM_EPOCHS=3", flags=flags)
+    tuned = open_run(str(whole), raw=True).load_weights()
+    assert changed_in(tuned) == source.keys()

@@ -24,7 +24,12 @@ from common.testing.parity_cases import CASES, build_engine, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 # Bits of a float32; of the exponent any.
-BITS = {"sign": [31], "exponent": range(23, 31), "mantissa's top": [22], "mantissa's middle": [11]}
+BITS = {
+    "sign": [31],
+    "exponent": range(23, 31),
+    "mantissa's top": [22],
+    "mantissa's middle": [11],
+}
 REPEATED = dict(REPLAY_EVERY=1, MAX_REPLAY_FAULTS=10**9)
 
 
@@ -59,7 +64,8 @@ def flipped(tensors: list[Tensor], draw: random.Random, bit: int) -> Iterator[No
 def flipped_weight(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
     """Flip a bit of a weight in one pass."""
     shards = named_shards(engine.model).values()
-    with flipped([parameter for parameter in shards if parameter.numel()], draw, bit):
+    not_empty = [shard for shard in shards if shard.numel()]
+    with flipped(not_empty, draw, bit):
         yield
 
 
@@ -70,7 +76,8 @@ def flipped_activation(engine: Engine, draw: random.Random, bit: int) -> Iterato
     def change(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         flip(output.data, draw_index(output, draw), bit)
 
-    handle = draw.choice(list_layers(engine.model)).register_forward_hook(change)
+    layer = draw.choice(list_layers(engine.model))
+    handle = layer.register_forward_hook(change)
     yield
     handle.remove()
 
@@ -87,7 +94,8 @@ def flipped_gradient(engine: Engine, draw: random.Random, bit: int) -> Iterator[
     def watch(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         output.register_hook(change)
 
-    handle = draw.choice(list_layers(engine.model)).register_forward_hook(watch)
+    layer = draw.choice(list_layers(engine.model))
+    handle = layer.register_forward_hook(watch)
     yield
     handle.remove()
 
@@ -95,14 +103,20 @@ def flipped_gradient(engine: Engine, draw: random.Random, bit: int) -> Iterator[
 @contextmanager
 def flipped_state(engine: Engine, draw: random.Random, bit: int) -> Iterator[None]:
     """Flip a bit of the optimizer's state in one update."""
-    entries = engine.optimizer.optim.state.values()
-    with flipped([entry["exp_avg"] for entry in entries if entry["exp_avg"].numel()], draw, bit):
+    momenta = [entry["exp_avg"] for entry in engine.optimizer.optim.state.values()]
+    not_empty = [momentum for momentum in momenta if momentum.numel()]
+    with flipped(not_empty, draw, bit):
         yield
 
 
 def list_layers(model: nn.Module) -> list[nn.Module]:
-    kinds = ("Linear", "Norm")
-    return [layer for layer in model.modules() if any(k in type(layer).__name__ for k in kinds)]
+    """Return the linear layers and norms, of whatever mode."""
+    layers = []
+    for layer in model.modules():
+        name = type(layer).__name__
+        if "Linear" in name or "Norm" in name:
+            layers.append(layer)
+    return layers
 
 
 PLACES = {
@@ -118,7 +132,8 @@ def build(**arguments: Any) -> tuple[Engine, list[Any]]:
     _, _, engine = build_engine("adamw", **arguments)
     engine.train()
     rank = gpc.get_local_rank(ParallelMode.DATA)
-    batches = [*micro_batches(2, rank, gpc.get_world_size(ParallelMode.DATA))][:2]
+    size = gpc.get_world_size(ParallelMode.DATA)
+    batches = list(micro_batches(2, rank, size))[:2]
     list(engine.train_step(iter(batches)))
     return engine, batches
 
@@ -127,7 +142,10 @@ class FaultyPass:
     """Stands in for ``compute`` of `repeated_pass`: ``fault`` acts in its first calls."""
 
     def __init__(
-        self, compute: Callable[..., Tensor], fault: AbstractContextManager[None], passes: int
+        self,
+        compute: Callable[..., Tensor],
+        fault: AbstractContextManager[None],
+        passes: int,
     ):
         self.compute = compute
         self.fault = fault
@@ -162,16 +180,21 @@ def find_flips(mode: str, flips: int, faulty: int, lasting: bool) -> list[Found]
     rows = []
     places = ["weight"] if lasting else [*PLACES]
     kinds = cycle(product(BITS, places))
-    with launched(**CASES[mode][1], **REPEATED):
+    _, config = CASES[mode]
+    with launched(**config, **REPEATED):
         engine, batches = build()
         check = engine.repeated_pass
         assert check
-        passes = (1 + lasting) * (gpc.get_global_rank() == faulty)
+        passes = 0
+        if gpc.get_global_rank() == faulty:
+            passes = 2 if lasting else 1
         for number, (bit, place) in zip(range(flips), kinds, strict=False):
             draw = random.Random(number)
-            fault = PLACES[place](engine, draw, draw.choice(BITS[bit]))
+            inject = PLACES[place]
+            fault = inject(engine, draw, draw.choice(BITS[bit]))
             name = "_sum_update" if place == "state" else "_sum_gradients"
-            faulty_pass = FaultyPass(getattr(repeated_pass, name), fault, passes)
+            compute = getattr(repeated_pass, name)
+            faulty_pass = FaultyPass(compute, fault, passes)
             batch = engine._load_batch(iter(batches))
             with (
                 mock.patch.object(repeated_pass, name, faulty_pass),
@@ -182,22 +205,29 @@ def find_flips(mode: str, flips: int, faulty: int, lasting: bool) -> list[Found]
                     engine._add_gradients(*batch)
                     check.check_update(engine)
                     engine.optimizer.accumulated = 0
-            found = report.call_args.args[2] if report.called else ()
-            changed = not all(map(torch.equal, *faulty_pass.results))
-            rows.append(Found(place, bit, [int(text.split()[1]) for text in found], changed))
+            said = report.call_args.args[2] if report.called else ()
+            ranks = [int(text.split()[1]) for text in said]
+            first, second = faulty_pass.results
+            changed = not all(map(torch.equal, first, second))
+            rows.append(Found(place, bit, ranks, changed))
     return rows
 
 
 def count(mode: str, flips: int, lasting: bool = False) -> None:
     """Print a row for each place: found of injected, by bit."""
-    by_rank = run_ranks(CASES[mode][0], find_flips, mode, flips, 1, lasting)
-    changed = sum(any(row.changed for row in rows) for rows in zip(*by_rank, strict=True))
+    world_size, _ = CASES[mode]
+    by_rank = run_ranks(world_size, find_flips, mode, flips, 1, lasting)
+    changed = 0
+    for of_flip in zip(*by_rank, strict=True):
+        changed += any(row.changed for row in of_flip)
     rows = by_rank[0]
     for place in dict.fromkeys(row.place for row in rows):
+        of_place = [row for row in rows if row.place == place]
         cells = []
         for bit in BITS:
-            ranks = [row.ranks for row in rows if (row.place, row.bit) == (place, bit)]
-            cells.append(f"{bit} {sum(map(bool, ranks))} of {len(ranks)}")
+            injected = [row for row in of_place if row.bit == bit]
+            noticed = [row for row in injected if row.ranks]
+            cells.append(f"{bit} {len(noticed)} of {len(injected)}")
         print(f"{mode}, {place}: {', '.join(cells)}", flush=True)
     found = [row.ranks for row in rows if row.ranks]
     alone = found.count([1])

@@ -50,7 +50,14 @@ class ConstantReader:
 
 
 def build(dp_rank: int = 0, **options: Any) -> Loader:
-    sampler = TrainSampler(48, total_batch=16, micro_batch=4, dp_rank=dp_rank, dp_size=2, seed=1)
+    sampler = TrainSampler(
+        48,
+        total_batch=16,
+        micro_batch=4,
+        dp_rank=dp_rank,
+        dp_size=2,
+        seed=1,
+    )
     loader = Loader(sampler, ConstantReader())
     loader.augment = BatchAugment(7, **NORMALIZED, **options)
     return loader
@@ -194,8 +201,14 @@ def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMA
     normalized = tv.normalize(tv.to_tensor(image), MEAN, STD)
     images = torch.stack([normalized, torch.zeros_like(normalized)])
     rows = np.array([uniforms, uniforms])
-    options = dict(three_augment=not jitter, jitter=jitter, mean=MEAN, std=STD)
-    augment_colors(images, rows, **options)
+    augment_colors(
+        images,
+        rows,
+        three_augment=not jitter,
+        jitter=jitter,
+        mean=MEAN,
+        std=STD,
+    )
     pixels = images[0].permute(1, 2, 0)
     shares = pixels * torch.tensor(STD) + torch.tensor(MEAN)
     return (255 * shares).numpy()
@@ -241,7 +254,14 @@ def test_jitter_is_torchvisions():
     assert difference(clipped, tv.adjust_contrast(IMAGE, 1.3)) <= 1.01
 
 
-@pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
+@pytest.mark.parametrize(
+    "center",
+    [
+        (0.5, 0.5),
+        (0.0, 0.99),
+        (0.31, 0.07),
+    ],
+)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
 def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch):
     images = torch.rand(5, 3, 9, 12)

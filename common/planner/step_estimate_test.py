@@ -87,15 +87,16 @@ def test_bytes_are_those_of_real_processes(case, optimizer):
 def test_muon_gathers_and_shares_out_all_matrices_of_a_shape_at_once(case):
     """qkv and projection are of one shape, fc1 and fc2 of two more; `TINY` has four blocks."""
     processes, mode = CASES[case]
-    of_muon, of_adamw = (
-        estimate_step(build_config(processes, OPTIMIZER={"name": name}, **mode), processes, 8)
-        for name in ("muon", "adamw")
-    )
-    model = tuple(range(processes))
-    assert of_muon.calls - of_adamw.calls == {("all_to_all", model): 3 * 2}
+    with_muon = build_config(processes, OPTIMIZER={"name": "muon"}, **mode)
+    with_adamw = build_config(processes, OPTIMIZER={"name": "adamw"}, **mode)
+    of_muon = estimate_step(with_muon, processes, 8)
+    of_adamw = estimate_step(with_adamw, processes, 8)
+    route = "all_to_all", tuple(range(processes))
+    assert of_muon.calls - of_adamw.calls == {route: 3 * 2}
     # A rank's share of the matrices goes each way: of four blocks with 8 width^2 numbers.
-    nbytes = 2 * 4 * 4 * 8 * TINY["width"] ** 2 / processes
-    assert of_muon.nbytes["all_to_all", model] == pytest.approx(nbytes)
+    numbers = 4 * 8 * TINY["width"] ** 2
+    nbytes = 2 * 4 * numbers / processes
+    assert of_muon.nbytes[route] == pytest.approx(nbytes)
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
@@ -187,33 +188,33 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
 
 def test_a_gpu_keeps_a_byte_of_dropouts_masks_where_a_cpu_keeps_four():
     config = build_config(1, model=TINY | {"dropout": 0.1}, fp16=None)
-    on_cpu, on_gpu = (
-        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
-    )
-    assert on_cpu > 1.2 * on_gpu
+    on_cpu = estimate_step(config, 1, 64, device="cpu")
+    on_gpu = estimate_step(config, 1, 64, device="cuda")
+    assert on_cpu.activations > 1.2 * on_gpu.activations
 
 
 def test_a_gpus_autocast_keeps_four_bytes_of_what_a_layer_norm_reads_where_a_cpus_keeps_two():
     mixer = {"timm": "mixer_s32_224", "image_size": 224}  # 17 of 49 tokens of width 512
     config = build_config(1, model=mixer, fp16=TORCH | {"dtype": "bfloat16"})
-    on_cpu, on_gpu = (
-        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
-    )
-    assert on_gpu - on_cpu == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)
+    on_cpu = estimate_step(config, 1, 64, device="cpu")
+    on_gpu = estimate_step(config, 1, 64, device="cuda")
+    more = on_gpu.activations - on_cpu.activations
+    assert more == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)
 
 
 def test_a_gpus_rms_norm_keeps_what_its_layer_norm_keeps():
     """The kernel of a CPU keeps the normalized activations too."""
-    layer_norm, rms_norm = (
-        estimate_step(build_config(1, model=TINY | parts, fp16=None), 1, 64).activations
-        for parts in ({}, {"norm": "rmsnorm"})
-    )
-    assert rms_norm == pytest.approx(layer_norm, rel=0.001)
+    config = build_config(1, model=TINY, fp16=None)
+    with_rms_norm = build_config(1, model=TINY | {"norm": "rmsnorm"}, fp16=None)
+    layer_norm = estimate_step(config, 1, 64)
+    rms_norm = estimate_step(with_rms_norm, 1, 64)
+    assert rms_norm.activations == pytest.approx(layer_norm.activations, rel=0.001)
 
 
 def test_averages_take_as_much_as_the_weights():
     config = build_config(1, fp16=None)
-    plain, averaged = (estimate_step(config | {"EMA": ema}, 1, 8) for ema in (None, 0.9))
+    plain = estimate_step(config | {"EMA": None}, 1, 8)
+    averaged = estimate_step(config | {"EMA": 0.9}, 1, 8)
     assert averaged.weights == 2 * plain.weights
     assert averaged.peak == plain.peak + plain.weights
 
@@ -221,14 +222,15 @@ def test_averages_take_as_much_as_the_weights():
 def test_the_default_precision_is_that_of_the_device_that_is_planned(monkeypatch):
     """A GPU has bfloat16, also if it is planned on a CPU without."""
     monkeypatch.setattr("common.engine.amp.is_fast", lambda _: False)
-    precise, default = (
-        estimate_step(build_config(1, fp16=fp16), 1, 256, device="cuda") for fp16 in (None, TORCH)
-    )
+    precise = estimate_step(build_config(1, fp16=None), 1, 256, device="cuda")
+    default = estimate_step(build_config(1, fp16=TORCH), 1, 256, device="cuda")
     assert default.activations < 0.8 * precise.activations
 
 
 def test_micro_batches_between_the_first_and_the_last_are_counted():
-    few, many = (estimate_step(build_config(1, fp16=None), 1, 8, times) for times in (3, 30))
+    config = build_config(1, fp16=None)
+    few = estimate_step(config, 1, 8, 3)
+    many = estimate_step(config, 1, 8, 30)
     assert many.flops == 10 * few.flops
 
 

@@ -8,6 +8,7 @@ of pytest that should fail. The files are changed in place, and restored after i
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,4 +53,5 @@ def try_mutation(files: list[Path], old: str, new: str, tests: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # restores the files, as Ctrl-C does
     main(*sys.argv[1:])

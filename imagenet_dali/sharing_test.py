@@ -27,8 +27,11 @@ from common.testing.ranks import free_port, launched, run_ranks, slow
 from imagenet_dali.task import build_eval_loader, build_train_loader
 from imagenet_dali.testing import make_undecodable, read, spoil_record, train
 
-PLACED = {"image_size": 28, "device": torch.device("cpu")}
+CPU = torch.device("cpu")
+PLACED = {"image_size": 28, "device": CPU}
 Batches = list[tuple[Tensor, Tensor]]
+# In the first epoch micro-batches of 10 smaller images.
+GROWING = Resolution(1, 20, 10, 2), Resolution(9, 28, 5, 4)
 # keys of DATA, and arguments of build_train_loader
 Ways = list[tuple[dict[str, Any], dict[str, Any]]]
 TRAINING: Ways = [
@@ -36,12 +39,14 @@ TRAINING: Ways = [
     ({"randaugment": (2, 10), "repeats": 3}, {}),
     ({"sampling": "balanced"}, {}),
     ({"block": 0.004, "window": 2}, {"order": "blocks"}),
-    (
-        {},
-        # the first epoch has micro-batches of 10 smaller images
-        {"resolutions": (Resolution(1, 20, 10, 2), Resolution(9, 28, 5, 4))},
-    ),
+    ({}, {"resolutions": GROWING}),
 ]
+
+
+def data_keys(root: Path, loader: str) -> dict[str, Any]:
+    """Return the keys of DATA for the shards in ``root``, decoded in this process."""
+    data = Data(workers=0, loader=loader)
+    return data.model_dump() | {"root": str(root)}
 
 
 def read_everything(
@@ -49,16 +54,24 @@ def read_everything(
 ) -> Batches:
     """Return this rank's batches of an epoch each way, of a resumed one, and of evaluation."""
     with launched(**config):
-        ranks: dict[str, Any] = dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA))
+        place: dict[str, Any] = dict(
+            **PLACED,
+            dp_rank=gpc.get_local_rank(ParallelMode.DATA),
+            dp_size=dp_size,
+        )
         if is_shared:
-            ranks["sharing"] = tensor_sharing()
-        place = dict(**PLACED, **ranks, dp_size=dp_size)
+            place["sharing"] = tensor_sharing()
         batches: Batches = []
         for loader in ("dali", "torchvision"):
-            given = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
+            given = data_keys(root, loader)
             for data, options in ways:
                 train = build_train_loader(
-                    given | data, 20 * dp_size, 5, seed=1, **options, **place
+                    given | data,
+                    20 * dp_size,
+                    5,
+                    seed=1,
+                    **options,
+                    **place,
                 )
                 batches += [*train]
                 train.load_state_dict({"epoch": 3, "samples": 40 * dp_size})
@@ -77,19 +90,24 @@ def test_batches_are_those_of_ranks_that_decode_everything(name, prepared):
     expected = run_ranks(dp_size, read_everything, prepared, dp_size, ways, {}, False)
     found = run_ranks(ranks, read_everything, prepared, dp_size, ways, config, True)
     for rank, batches in enumerate(found):
-        of_group = expected[rank * dp_size // ranks]
-        torch.testing.assert_close(batches, of_group, rtol=0, atol=0)
+        dp_rank = rank * dp_size // ranks
+        torch.testing.assert_close(batches, expected[dp_rank], rtol=0, atol=0)
 
 
 def count_bad(root: Path, loader: str) -> int | str:
     """Return how many images a pass skips, or the error that ends it."""
-    with launched(**CASES["1d-2"][1]):
-        data = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
+    _, config = CASES["1d-2"]
+    with launched(**config):
+        data = data_keys(root, loader)
         split = build_train_loader(data, 8, 4, seed=1, **PLACED, sharing=tensor_sharing())
+        skipped = 0
         try:
-            return int(sum((labels < 0).sum() for _, labels in read(split)))
+            for _, labels in read(split):
+                skipped += int((labels < 0).sum())
         except UserError as error:
-            return str(error).partition("; with it ")[2]
+            _, _, reason = str(error).partition("; with it ")
+            return reason
+        return skipped
 
 
 @pytest.mark.parametrize("loader", ["dali", "torchvision"])
@@ -104,25 +122,38 @@ def test_all_ranks_count_the_damaged_images_of_the_group(data, loader):
 
 def test_a_rank_that_cannot_decode_ends_the_others_with_a_line(data, tmp_path):
     make_undecodable(data, 4)
-    settings = f"DATA.root={data}", "DATA.workers=1", "MODEL.num_classes=2", "TIMEOUT=60"
-    tensor = "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE='1d'"
+    settings = [
+        f"DATA.root={data}",
+        "DATA.workers=1",
+        "MODEL.num_classes=2",
+        "TIMEOUT=60",
+        "TENSOR_PARALLEL_SIZE=2",
+        "TENSOR_PARALLEL_MODE='1d'",
+    ]
 
     def main(_: object) -> None:
-        train(tmp_path, "run", *settings, *tensor)
+        train(tmp_path, "run", *settings)
 
-    port = str(free_port())
-    place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    ranks = [partial(forked, main, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    with ranks[0](**place) as first, ranks[1](**place) as second:
-        said = []
+    place = dict(
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    start = partial(forked, main, **place)
+    errors = []
+    with (
+        start(RANK="0", LOCAL_RANK="0") as first,
+        start(RANK="1", LOCAL_RANK="1") as second,
+    ):
         for process, _, stderr in (first, second):
             process.join(120)
             assert process.exitcode == 2
-            (line,) = [text for text in stderr.read_text().splitlines() if "error:" in text]
-            said.append(line)
+            lines = stderr.read_text().splitlines()
+            (error,) = [line for line in lines if "error:" in line]
+            errors.append(error)
     # one decodes the record's row, the other waits for it
-    (missing,) = [line for line in said if "is missing, see its output" in line]
-    (named,) = {*said} - {missing}
+    (missing,) = [error for error in errors if "is missing, see its output" in error]
+    (named,) = {*errors} - {missing}
     assert "record 4 of train" in named
     assert "waiting for data" in missing
 
@@ -130,45 +161,60 @@ def test_a_rank_that_cannot_decode_ends_the_others_with_a_line(data, tmp_path):
 def load_times(root: Path, config: dict[str, Any], loader: str) -> tuple[float, float]:
     """Return the CPU time of this process per image of a micro-batch: decoding alone, and all."""
     with launched(**config):
-        data = Data(workers=0, loader=loader).model_dump() | {"root": str(root)}
-        place = dict(image_size=224, device=torch.device("cpu"), sharing=tensor_sharing())
-        split = build_train_loader(data, 256, 128, seed=1, **place)
+        split = build_train_loader(
+            data_keys(root, loader),
+            256,
+            128,
+            seed=1,
+            image_size=224,
+            device=CPU,
+            sharing=tensor_sharing(),
+        )
         list(split)  # warms up
         began = time.process_time()
-        decoded = sum(1 for _ in split.reader.read(split.sampler.draws(1)))
+        batches = sum(1 for _ in split.reader.read(split.sampler.draws(1)))
         decoding = time.process_time() - began
         began = time.process_time()
         samples = sum(len(labels) for _, labels in split)
         loading = time.process_time() - began
         split.close()
-        assert samples == 128 * decoded
+        assert samples == 128 * batches
         return 1e3 * decoding / samples, 1e3 * loading / samples
 
 
+def least_load_times(shards: Path, loader: str, rounds: int) -> dict[str, list[float]]:
+    """Return the least CPU times of interleaved rounds, of the rank that needs most, by mode."""
+    least: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name in ("none", "1d-2", "2d-4", "2.5d-8", "3d-8"):
+            ranks, config = CASES[name]
+            times = run_ranks(ranks, load_times, shards, config, loader)
+            most = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+            least[name] = [*map(min, most, least.get(name, most))]
+    return least
+
+
 def print_load_times(rounds: int) -> None:
-    """Print the least CPU time of interleaved rounds, in ms, of the rank that needs most."""
-    names = ("none", "1d-2", "2d-4", "2.5d-8", "3d-8")
+    """Print the times in ms an image, and as shares of all that one process needs."""
     with tempfile.TemporaryDirectory() as folder:
-        write_photographs(Path(folder, "images/train"), "ab", 512, 500, 400)
-        write_photographs(Path(folder, "images/val"), "ab", 4, 500, 400)
-        prepare(Path(folder, "images"), Path(folder, "shards"))
+        images = Path(folder, "images")
+        shards = Path(folder, "shards")
+        write_photographs(images / "train", "ab", count=512, width=500, height=400)
+        write_photographs(images / "val", "ab", count=4, width=500, height=400)
+        prepare(images, shards)
         for loader in ("dali", "torchvision"):
-            least: dict[str, list[float]] = {}
-            for _ in range(rounds):
-                for name in names:
-                    ranks, config = CASES[name]
-                    times = run_ranks(ranks, load_times, Path(folder, "shards"), config, loader)
-                    most = [max(each) for each in zip(*times, strict=True)]
-                    least[name] = [*map(min, most, least.get(name, most))]
+            least = least_load_times(shards, loader, rounds)
             _, alone = least["none"]
             for name, (decoding, loading) in least.items():
-                shares = decoding / alone, loading / alone
                 print(
-                    f"{loader} {name}: decoding {decoding:.3f} ms ({shares[0]:.3f} of one "
-                    f"process's all), all {loading:.3f} ms ({shares[1]:.3f})",
+                    f"{loader} {name}: decoding {decoding:.3f} ms ({decoding / alone:.3f} of one "
+                    f"process's all), all {loading:.3f} ms ({loading / alone:.3f})",
                     flush=True,
                 )
 
 
 if __name__ == "__main__":
-    print_load_times(int((*sys.argv, 5)[1]))
+    rounds = 5
+    if len(sys.argv) > 1:
+        rounds = int(sys.argv[1])
+    print_load_times(rounds)

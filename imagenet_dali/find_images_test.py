@@ -30,9 +30,15 @@ Files = dict[str, bytes]  # content by path
 
 def fill(root: Path, files: Files) -> Path:
     for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     return root
+
+
+def fill_empty(root: Path, *names: str) -> Path:
+    """Write files whose content nobody reads."""
+    return fill(root, dict.fromkeys(names, b""))
 
 
 def tar_of(members: Files, mode: str = "w") -> bytes:
@@ -54,13 +60,21 @@ def parquet_of(rows: Sequence[Row], names: Sequence[str] = ()) -> bytes:
     ``names`` are of the classes, as the datasets library writes them.
     """
     image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    columns = {"id": pa.int64(), "mask": image, "image": image, "label": pa.int64()}
-    features = {"id": {"names": ["of another task"]}, "label": {"names": names}}
+    columns = {
+        "id": pa.int64(),
+        "mask": image,
+        "image": image,
+        "label": pa.int64(),
+    }
+    features = {
+        "id": {"names": ["of another task"]},
+        "label": {"names": names},
+    }
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    records = [
-        {"id": 0, "image": {"bytes": data, "path": name}, "label": label}
-        for name, data, label in rows
-    ]
+    records = []
+    for name, data, label in rows:
+        content = {"bytes": data, "path": name}
+        records.append({"id": 0, "image": content, "label": label})
     table = pa.Table.from_pylist(records, pa.schema(columns, metadata))
     return written(table, row_group_size=4)
 
@@ -74,62 +88,114 @@ def written(table: pa.Table, **options: int) -> bytes:
 def devkit_of(labels: list[int]) -> bytes:
     """Return ImageNet's archive of the classes and of the validation images' labels."""
     # the numbers are in another order than the synsets, and the last one is of a group of classes
-    synsets = [(8, CLASSES[0], WORDS[0]), (7, CLASSES[1], WORDS[1]), (9, CLASSES[2], WORDS[2])]
-    synsets.append((10, "n00", "fish"))
+    numbers = [8, 7, 9]
+    synsets = [*zip(numbers, CLASSES, WORDS, strict=True), (10, "n00", "fish")]
     columns = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O")]
     matrix = io.BytesIO()
     savemat(matrix, {"synsets": np.array(synsets, columns)[:, None]})
-    truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels)
-    return tar_of(
-        {
-            "kit/data/meta.mat": matrix.getvalue(),
-            "kit/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
-        },
-        "w:gz",
-    )
+    truth = "".join(f"{numbers[label]}\n" for label in labels)
+    members = {
+        "kit/data/meta.mat": matrix.getvalue(),
+        "kit/data/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+    }
+    return tar_of(members, "w:gz")
+
+
+# Images of the data set that each kind of source holds: path, content and label.
+VALIDATION_LABELS = [2, 0, 1, 1, 0, 0]
+VALIDATION = [
+    (f"val/v_{number}.JPEG", jpeg(50, 60, number), label)
+    for number, label in enumerate(VALIDATION_LABELS)
+]
+
+
+def write_class_folders(root: Path) -> list[Row]:
+    """Write ImageNet's folders, with its archive of labels; return the training images."""
+    write_images(root / "train", 10, CLASSES)
+    train = []
+    for name, data in read_folder(root).items():
+        synset = name.split("/")[1]
+        train.append((name, data, CLASSES.index(synset)))
+    fill(root, {name: data for name, data, _ in VALIDATION})
+    fill(root, {KIT: devkit_of(VALIDATION_LABELS)})
+    return train
+
+
+def write_imagenet_archives(root: Path, train: list[Row]) -> None:
+    """Write ImageNet's archives: of classes, each an archive of images, and of validation."""
+    classes = {}
+    for number, synset in enumerate(CLASSES):
+        members = {}
+        for path, data, label in train:
+            if label == number:
+                members[path.removeprefix(f"train/{synset}/")] = data
+        classes[f"{synset}.tar"] = tar_of(members)
+    images = {}
+    for path, data, _ in reversed(VALIDATION):
+        images[path.removeprefix("val/")] = data
+    archives = {
+        KIT: devkit_of(VALIDATION_LABELS),
+        "ILSVRC2012_img_train.tar": tar_of(classes),
+        "ILSVRC2012_img_val.tar": tar_of(images),
+    }
+    fill(root, archives)
+
+
+def webdataset_of(rows: list[Row]) -> bytes:
+    """Return a tar with the image and the class number of each sample."""
+    members = {}
+    for path, data, label in rows:
+        stem, _ = path.split(".")
+        members[path] = data
+        members[f"{stem}.cls"] = str(label).encode()
+    return tar_of(members)
+
+
+def shards_of(folder: Path, source: Path) -> Files:
+    """Return the files that the source is prepared as, but for the manifest, which names it."""
+    prepare.prepare(source, folder, shards=3)
+    files = read_folder(folder)
+    del files["manifest.json"]
+    return files
 
 
 def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("common.shards.writer.ROWS_IN_MEMORY", 4)  # a shard has 10
-    labels = [2, 0, 1, 1, 0, 0]
-    kit = {KIT: devkit_of(labels)}
-    folder = write_images(tmp_path / "folder/train", 10, CLASSES).parent
-    train = [(name, data, CLASSES.index(name[6:9])) for name, data in read_folder(folder).items()]
-    validation = [(f"val/v_{n}.JPEG", jpeg(50, 60, n), label) for n, label in enumerate(labels)]
-    fill(folder, kit | {name: data for name, data, _ in validation})
+    train = write_class_folders(tmp_path / "folder")
+    write_imagenet_archives(tmp_path / "tars", train)
+    parts = {
+        "train-0": train[::2],
+        "train-1": train[1::2],
+        "validation-2": VALIDATION,
+    }
+    for name, rows in parts.items():
+        fill(tmp_path / "webdataset", {f"{name}.tar": webdataset_of(rows)})
+        fill(tmp_path / "parquet/data", {f"{name}.parquet": parquet_of(rows, WORDS)})
+    (tmp_path / "webdataset/labels.txt").write_text("\n".join(WORDS))
+    fill_empty(tmp_path / "parquet", "docs/a.md")
 
-    classes = {}
-    for number, synset in enumerate(CLASSES):
-        members = {name[10:]: data for name, data, label in train if label == number}
-        classes[f"{synset}.tar"] = tar_of(members)
-    flat = tar_of({name[4:]: data for name, data, _ in reversed(validation)})
-    fill(
-        tmp_path / "tars",
-        kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat},
-    )
-    parts = {"train-0": train[::2], "train-1": train[1::2], "validation-2": validation}
-    for name, part in parts.items():
-        members = {}
-        for path, data, label in part:
-            members[path] = data
-            members[f"{path.split('.')[0]}.cls"] = b"%d" % label
-        fill(tmp_path / "webdataset", {f"{name}.tar": tar_of(members)})
-        fill(tmp_path / "parquet/data", {f"{name}.parquet": parquet_of(part, WORDS)})
-    fill(tmp_path, {"webdataset/labels.txt": "\n".join(WORDS).encode(), "parquet/docs/a.md": b""})
-    made = []
-    for source in ("folder", "tars", "webdataset", "parquet"):
-        prepare.prepare(tmp_path / source, tmp_path / "made" / source, shards=3)
-        made.append(read_folder(tmp_path / "made" / source))
-        del made[-1]["manifest.json"]
-    assert made == made[:1] * 4
-    assert made[0]["labels.txt"].decode().splitlines() == WORDS
+    shards = tmp_path / "shards"
+    expected = shards_of(shards / "folder", tmp_path / "folder")
+    assert expected["labels.txt"].decode().splitlines() == WORDS
+    for source in ("tars", "webdataset", "parquet"):
+        assert shards_of(shards / source, tmp_path / source) == expected
     said = capsys.readouterr().out
     columns = "images of column image, labels of label; not used: id, mask\n"
     assert said.count(f"train-0.parquet: {columns}") == 1
 
+
+def test_a_test_split_that_imagenet_has_not_is_refused(tmp_path):
+    train = write_class_folders(tmp_path / "folder")
+    write_imagenet_archives(tmp_path / "tars", train)
     for source in ("folder", "tars"):
-        with pytest.raises(UserError, match=f"{source}: no test split, only train, validation; na"):
+        message = f"{source}: no test split, only train, validation; na"
+        with pytest.raises(UserError, match=message):
             list_source(tmp_path / source, split="test")
+
+
+def test_an_incomplete_imagenet_is_refused(tmp_path):
+    folder = tmp_path / "folder"
+    write_class_folders(folder)
     (folder / "train/n03").rename(tmp_path / "n03")
     with pytest.raises(UserError, match="n03 is no class of the training images; complete the do"):
         list_source(folder)
@@ -139,10 +205,17 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
 
 
 def test_class_folders_are_split_by_class(tmp_path):
-    names = [f"b/{i}{IMG_EXTENSIONS[i % 9]}" for i in range(20)]
-    names += [f"a/{i}" for i in range(10)] + ["c/x/0.jpg"]
-    hidden = (".git/x", "@eaDir/1.jpg/2.jpg", "a/.cache/1.jpg", "a/@eaDir/1.jpg/2.jpg")
-    fill(tmp_path, dict.fromkeys((*names, *hidden, "a/1.jpg.1", "a/1.db", "z.jpg"), b"1"))
+    names = ["c/x/0.jpg"]
+    names += [f"a/{i}" for i in range(10)]
+    names += [f"b/{i}{IMG_EXTENSIONS[i % 9]}" for i in range(20)]
+    hidden = [
+        ".git/x",
+        "@eaDir/1.jpg/2.jpg",
+        "a/.cache/1.jpg",
+        "a/@eaDir/1.jpg/2.jpg",
+    ]
+    ignored = ["a/1.jpg.1", "a/1.db", "z.jpg"]
+    fill_empty(tmp_path, *names, *hidden, *ignored)
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
     (tmp_path / "c/x/more").symlink_to(tmp_path / "b")
     source = list_source(tmp_path)
@@ -151,26 +224,50 @@ def test_class_folders_are_split_by_class(tmp_path):
         f"{tmp_path}: 3 classes (a, b, c), 8 to 17 train images each; 3 files ignored, such as "
         f"{tmp_path}/a/1.db"
     )
-    assert Counter(label for _, label in source.splits["validation"]) == {0: 2, 1: 5, 2: 4}
+    validation_labels = [label for _, label in source.splits["validation"]]
+    assert Counter(validation_labels) == {0: 2, 1: 5, 2: 4}
     assert source.validation.startswith("11 of 51 images, about 20% of each class, held out of tr")
 
 
-def test_an_image_keeps_its_side_whatever_comes_or_goes(tmp_path):
-    def sides(root: Path, **options: bool) -> dict[str, str]:
-        splits = list_source(root, **options).splits
-        return {name.removeprefix("train/"): side for side in splits for name, _ in splits[side]}
+def sides(root: Path, **options: bool) -> dict[str, str]:
+    """Return the split of each image."""
+    found = {}
+    for split, images in list_source(root, **options).splits.items():
+        for name, _ in images:
+            found[name.removeprefix("train/")] = split
+    return found
 
-    files = {f"{c}/{i}.jpg": b"1" for c in "bcd" for i in range(40)}
-    less = fill(tmp_path / "less", files)
-    more = fill(tmp_path / "more/train", files)
-    (less / "d/7.jpg").unlink()
-    fill(more, dict.fromkeys(("a/1.jpg", "a/2.jpg", "b/-.jpg", "c/new.jpg", "e/1.jpg"), b"1"))
-    before = sides(less)
-    after = sides(more.parent)
+
+@pytest.fixture
+def fewer(tmp_path) -> Path:
+    """A data set of three classes."""
+    names = [f"{folder}/{i}.jpg" for folder in "bcd" for i in range(40)]
+    names.remove("d/7.jpg")
+    return fill_empty(tmp_path / "fewer", *names)
+
+
+@pytest.fixture
+def more(tmp_path, fewer) -> Path:
+    """The same images with others before, among and after them, in a folder train."""
+    names = ["a/1.jpg", "a/2.jpg", "b/-.jpg", "c/new.jpg", "d/7.jpg", "e/1.jpg"]
+    train = tmp_path / "more/train"
+    fill(train, read_folder(fewer))
+    fill_empty(train, *names)
+    return tmp_path / "more"
+
+
+def test_an_image_keeps_its_side_whatever_comes_or_goes(fewer, more):
+    before = sides(fewer)
+    after = sides(more)
     assert before.items() < after.items()
     assert {after["a/1.jpg"], after["a/2.jpg"]} == {"train", "validation"}
     assert after["e/1.jpg"] == "train"
-    assert not sides(less, by_count=True).items() < sides(more.parent, by_count=True).items()
+
+
+def test_an_image_that_is_split_by_count_may_change_its_side(fewer, more):
+    before = sides(fewer, by_count=True)
+    after = sides(more, by_count=True)
+    assert not before.items() < after.items()
 
 
 SPLIT_FOLDERS = [
@@ -186,12 +283,21 @@ SPLIT_FOLDERS = [
 def test_split_folders_have_one_of_these_names_and_test_is_for_requests(
     tmp_path, train, name, test
 ):
-    names = (f"{train}/a/1", f"{train}/b/deep/er/2", f"{name}/b/3", f"{test}/a/4")
-    source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
-    expected = [(f"{train}/a/1", 0), (f"{train}/b/deep/er/2", 1)]
-    assert source.splits == {"train": expected, "validation": [(f"{name}/b/3", 1)]}
+    fill_empty(
+        tmp_path,
+        f"{train}/a/1",
+        f"{train}/b/deep/er/2",
+        f"{name}/b/3",
+        f"{test}/a/4",
+    )
+    source = list_source(tmp_path)
+    assert source.splits == {
+        "train": [(f"{train}/a/1", 0), (f"{train}/b/deep/er/2", 1)],
+        "validation": [(f"{name}/b/3", 1)],
+    }
     assert source.validation == f"{name}/; test is left out, prepare and evaluate take --split test"
-    assert list_source(tmp_path, split="test").splits == {"test": [(f"{test}/a/4", 0)]}
+    tested = list_source(tmp_path, split="test")
+    assert tested.splits == {"test": [(f"{test}/a/4", 0)]}
     with pytest.raises(UserError, match="share=0.5: .* has a validation split already"):
         list_source(tmp_path, validation_share=0.5)
 
@@ -204,33 +310,59 @@ def test_a_class_behind_a_broken_link_is_refused(tmp_path):
 
 
 def test_samples_of_one_name_are_all_there(tmp_path):
-    views = {"0.bmp": b"another", "0.mask.jpg": b"", "0.gif": b"", "0.jpg": b"", "0.cls": b"0"}
-    samples = tar_of(views | {"1.TIFF": b"", "1.cls": b"1", "2.gif": b"", "2.cls": b"2"})
-    tars = dict.fromkeys(("Training/0.tar", "train_test/train-1.tar", "val0/0.tar"), samples)
-    source = list_source(fill(tmp_path, tars | {"testing-0.tar": b""}))
-    listed = {}
-    for container in tars:
-        # A kind that is not read is listed all the same, so that it is refused and counted.
-        names = "0/0.jpg", "1/1.TIFF", "2/2.gif"
-        listed[container] = [(f"{container}/{name}", label) for label, name in enumerate(names)]
-    first, second, validation = listed.values()
-    assert source.splits == {"train": first + second, "validation": validation}
+    members = {
+        "0.bmp": b"another",
+        "0.mask.jpg": b"",
+        "0.gif": b"",
+        "0.jpg": b"",
+        "0.cls": b"0",
+        "1.TIFF": b"",
+        "1.cls": b"1",
+        "2.gif": b"",
+        "2.cls": b"2",
+    }
+    train = ["Training/0.tar", "train_test/train-1.tar"]
+    validation = ["val0/0.tar"]
+    fill(tmp_path, dict.fromkeys(train + validation, tar_of(members)))
+    fill_empty(tmp_path, "testing-0.tar")
+    source = list_source(tmp_path)
+    assert source.splits == {
+        "train": listed_in(train),
+        "validation": listed_in(validation),
+    }
     before = source.fingerprint
     os.utime(tmp_path / "Training/0.tar", (0, 0))
     assert source.fingerprint != before
 
 
+def listed_in(tars: list[str]) -> list[tuple[str, int]]:
+    """Return what is listed of the archives: the image of each sample, with its label."""
+    images = []
+    for tar in tars:
+        images.append((f"{tar}/0/0.jpg", 0))
+        images.append((f"{tar}/1/1.TIFF", 1))
+        # A kind that is not read is listed all the same, so that it is refused and counted.
+        images.append((f"{tar}/2/2.gif", 2))
+    return images
+
+
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
     rows = parquet_of([("a.jpg", b"1", number % 2) for number in range(40)])
-    files = {"t.parquet": rows, "labels.txt": "\ufeffcat\ndog".encode()}
-    source = list_source(fill(tmp_path, files), validation_share=0)
+    names = "\ufeffcat\ndog".encode()
+    fill(tmp_path, {"t.parquet": rows, "labels.txt": names})
+    source = list_source(tmp_path, validation_share=0)
     assert source.class_names == ["cat", "dog"]
     order = list(chain(*prepare.plan_shards(source, 5).values()))
     assert sorted(order) == sorted(source.splits["train"])
-    groups = [source.positions[name].row_group for name, _ in order]
-    assert [len({*groups[i : i + 12]}) for i in range(0, 40, 12)] == [3, 3, 3, 1]
-    assert [name for name, _ in order[:3]] == [f"t.parquet/{row}/a.jpg" for row in (10, 26, 6)]
+    first = [name for name, _ in order[:3]]
+    assert first == ["t.parquet/10/a.jpg", "t.parquet/26/a.jpg", "t.parquet/6/a.jpg"]
+    groups_of_windows = []
+    for start in (0, 12, 24, 36):
+        window = order[start : start + 12]
+        groups = {source.positions[name].row_group for name, _ in window}
+        groups_of_windows.append(len(groups))
+    assert groups_of_windows == [3, 3, 3, 1]
 
 
 FLAT = {"a/1": b"", "b/2": b""}

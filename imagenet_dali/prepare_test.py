@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import tfrecord
@@ -24,39 +25,73 @@ from imagenet_dali.testing import jpeg, write_images
 
 def test_another_tool_reads_every_image_once(prepared):
     source = prepared.parent / "images"
-    strings = ("encoded", "filename", "format", "class/text")
-    types = dict.fromkeys((f"image/{name}" for name in strings), "byte")
-    types |= {"image/class/label": "int", "image/height": "int", "image/width": "int"}
+    train = open_split(prepared, "train")
+    validation = open_split(prepared, "validation")
+    assert len(train) == 240
+    assert len(validation) == 60
     seen = []
-    for name, count in (("train", 240), ("validation", 60)):
-        split = open_split(prepared, name)
-        assert len(split) == count
-        for shard in split.shards:
-            for record in tfrecord.tfrecord_loader(str(shard), None, types):
-                image, filename, kind, text = (bytes(record[f"image/{key}"]) for key in strings)
-                path = source / filename.decode()
-                assert kind == b"JPEG"
-                label = record["image/class/label"].item()
-                assert text.decode() == path.parent.name == f"class_{label}"
-                assert path.read_bytes() == image
-                size = record["image/width"].item(), record["image/height"].item()
-                assert size == Image.open(io.BytesIO(image)).size
-                seen.append(path)
+    for shard in train.shards + validation.shards:
+        for record in tfrecord.tfrecord_loader(str(shard), None, FEATURES):
+            path = source / bytes(record["image/filename"]).decode()
+            assert_is_of(record, path)
+            seen.append(path)
     assert sorted(seen) == sorted(source.rglob("*.jpg"))
+
+
+FEATURES = {
+    "image/encoded": "byte",
+    "image/filename": "byte",
+    "image/format": "byte",
+    "image/class/text": "byte",
+    "image/class/label": "int",
+    "image/height": "int",
+    "image/width": "int",
+}
+
+
+def assert_is_of(record: dict[str, np.ndarray], path: Path) -> None:
+    """Assert that a record's features are those of the image in a folder of its class."""
+    image = bytes(record["image/encoded"])
+    assert image == path.read_bytes()
+    assert bytes(record["image/format"]) == b"JPEG"
+    name = bytes(record["image/class/text"]).decode()
+    label = record["image/class/label"].item()
+    assert name == path.parent.name
+    assert name == f"class_{label}"
+    width, height = Image.open(io.BytesIO(image)).size
+    assert record["image/width"].item() == width
+    assert record["image/height"].item() == height
+
+
+def finished_shards(dest: Path) -> dict[Path, int]:
+    """Return the times at which an unfinished command has written its shards."""
+    shards = {}
+    for path in dest.glob(".partial/train/*.json"):
+        shard = dest / "train" / path.stem
+        shards[path] = shard.stat().st_mtime_ns
+    return shards
 
 
 def test_stopped_and_killed_it_makes_the_same(tmp_path):
     source = write_images(tmp_path / "images", 300)
     dest = tmp_path / "data"
-    words = ["-m", "imagenet_dali.prepare", "--workers", "2", "--shards", "400"]
-    command = [sys.executable, *words, source, dest]
-    options = dict(
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True
-    )
-    done: dict[str, int] = {}
-    stops = {signal.SIGINT: os.killpg, signal.SIGTERM: os.killpg, signal.SIGKILL: os.kill}
+    words = "-m imagenet_dali.prepare --workers 2 --shards 400"
+    command = [sys.executable, *words.split(), source, dest]
+    done: dict[Path, int] = {}
+    stops = {
+        signal.SIGINT: os.killpg,
+        signal.SIGTERM: os.killpg,
+        signal.SIGKILL: os.kill,
+    }
     for number, stop in stops.items():
-        process = subprocess.Popen(command, cwd=ROOT, **options)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
         wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) > len(done))  # noqa: B023
         workers = [child.pid for child in psutil.Process(process.pid).children()]
         stop(process.pid, number)
@@ -67,9 +102,7 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         else:
             assert process.returncode == 128 + number
             assert stderr == "stopped; rerun the command to resume\n"
-        shards = {}
-        for path in dest.glob(".partial/train/*.json"):
-            shards[path] = (dest / "train" / path.stem).stat().st_mtime_ns
+        shards = finished_shards(dest)
         assert done.items() <= shards.items()
         done = shards
         assert len(done) < 400
@@ -98,19 +131,18 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
         main([*words, "--short-side=20"])
     (dest / "refused.txt").write_text("of an earlier attempt")
     main(words)
-    assert {path.name for path in dest.iterdir()}.isdisjoint({".partial", "refused.txt"})
+    assert not (dest / ".partial").exists()
+    assert not (dest / "refused.txt").exists()
     before = read_folder(dest)
     main([*words, "--validation-share=0.2"])
     assert "complete already" in capsys.readouterr().out
-    for flags, changed in (
-        (["--validation-share=0.5"], "validation_share"),
-        (["--shards=2", "--split=train"], "shards, split"),
-        ([], "files"),
-    ):
-        if changed == "files":
-            (source / "class_0" / "0000.jpg").write_bytes(jpeg(16, 16))
-        with pytest.raises(UserError, match=f"made with other {changed}"):
-            main([*words, *flags])
+    with pytest.raises(UserError, match="made with other validation_share"):
+        main([*words, "--validation-share=0.5"])
+    with pytest.raises(UserError, match="made with other shards, split"):
+        main([*words, "--shards=2", "--split=train"])
+    (source / "class_0" / "0000.jpg").write_bytes(jpeg(16, 16))
+    with pytest.raises(UserError, match="made with other files"):
+        main(words)
     assert read_folder(dest) == before
 
 
@@ -135,49 +167,79 @@ def test_bad_images_are_left_out_and_listed(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "\n".join(expected).replace("\t", " ") in printed
     assert "2 classes; 0 images converted, 3 refused" in printed
-    assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
+    train = open_split(dest, "train")
+    validation = open_split(dest, "validation")
+    assert len(train) + len(validation) == 400
 
 
-def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
-    source = write_images(tmp_path / "images", 5)
-    dest = tmp_path / "data"
+# The words of a command in a folder with images of two classes, in ``images``, and a text.
+WRONG = [
+    ("nowhere data", "nowhere: no such folder"),
+    ("images mine", "mine: not empty and not a data set"),
+    ("images images/data", "lies inside SOURCE"),
+    ("images data --short-side=0", "--short-side=0: choose 1 to 65535"),
+    ("images data --validation-share=1", "--validation-share=1.0: choose 0 to 0.99"),
+    ("images data --workers=0", "--workers=0: choose 1 to 1024"),
+    (
+        "images data --split=test --validation-share=0.1",
+        "--validation-share=0.1: --split test prepares all",
+    ),
+    (
+        "images data --columns=path=a",
+        "--columns=path=a: columns of which table. add --lab",
+    ),
+    ("images data --labels=gone.csv", "gone.csv: No such file or directory"),
+    ("images data --shards=100", "--shards=100: more than the 6 images"),
+    ("images", "give SOURCE and DEST"),
+    ("--adopt images --shards=2", "--shards=2: has no effect with --adopt"),
+    (
+        "--adopt images",
+        "images: no such folder, or no shards: they are the files of train/",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG)
+def test_wrong_folders_are_refused_before_anything_is_written(
+    command, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "images", 5)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("important")
     before = read_folder(tmp_path)
-    for arguments, message in [
-        ((tmp_path / "nowhere", dest), "nowhere: no such folder"),
-        ((source, tmp_path / "mine"), "mine: not empty and not a data set"),
-        ((source, source / "data"), "lies inside SOURCE"),
-        ((source, dest, "--short-side=0"), "--short-side=0: choose 1 to 65535"),
-        ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to 0.99"),
-        ((source, dest, "--workers=0"), "--workers=0: choose 1 to 1024"),
-        (
-            (source, dest, "--split=test", "--validation-share=0.1"),
-            "--validation-share=0.1: --split test prepares all",
-        ),
-        ((source, dest, "--columns=path=a"), "--columns=path=a: columns of which table. add --lab"),
-        ((source, dest, "--labels=gone.csv"), "gone.csv: No such file or directory"),
-        ((source, dest, "--shards=100"), "--shards=100: more than the 6 images"),
-        ((source,), "give SOURCE and DEST"),
-        (("--adopt", source, "--shards=2"), "--shards=2: has no effect with --adopt"),
-        (("--adopt", source), "images: no such folder, or no shards: they are the files of train/"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            main([str(argument) for argument in arguments])
+    with pytest.raises(UserError, match=message):
+        main(command.split())
     assert read_folder(tmp_path) == before
 
 
 def test_shards_that_do_not_divide_the_images_have_all_of_them():
     files = [(f"{number}.jpg", number % 2) for number in range(50)]
-    source = ImageListing(Path("x"), ["a", "b"], {"train": files[:40], "validation": files[40:]})
+    splits = {"train": files[:40], "validation": files[40:]}
+    source = ImageListing(Path("x"), ["a", "b"], splits)
     plan = plan_shards(source, 7)
     assert [len(shard) for shard in plan.values()] == [5, 6, 6, 5, 6, 6, 6, 5, 5]
     assert sorted(itertools.chain(*plan.values())) == sorted(files)
 
 
-NAMES = ["Cat", "cat", "-x", " b ", "100 %s", "a,b;c|d=e", "'a' \"b\"", "<b>&amp;", "\u00e9"]
-NAMES += ["n" * 255]
-FILES = [b"0.jpg", b"\xff.jpg", b"a\nb\x1b[2J.jpg", b"-x %s#'\".jpg"]
+NAMES = [
+    "Cat",
+    "cat",
+    "-x",
+    " b ",
+    "100 %s",
+    "a,b;c|d=e",
+    "'a' \"b\"",
+    "<b>&amp;",
+    "\u00e9",
+    "n" * 255,
+]
+FILES = [
+    b"0.jpg",
+    b"\xff.jpg",
+    b"a\nb\x1b[2J.jpg",
+    b"-x %s#'\".jpg",
+]
 
 
 def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
@@ -193,7 +255,6 @@ def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
     refused = (tmp_path / "data" / "refused.txt").read_text()
     assert refused == "cat/link\\n.jpg\tNo such file or directory\n"
     (images / os.fsdecode(b"caf\xe9\n")).mkdir()
-    with pytest.raises(
-        UserError, match=r"class caf\\udce9\\n has a control character, a line separator or bytes"
-    ):
+    message = r"class caf\\udce9\\n has a control character, a line separator or bytes"
+    with pytest.raises(UserError, match=message):
         main([str(images), str(tmp_path / "other")])

@@ -26,7 +26,15 @@ from imagenet_dali.task import build_eval_loader, build_train_loader
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_")
-MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=3)
+MODEL = {
+    "image_size": 16,
+    "patch_size": 8,
+    "width": 32,
+    "depth": 2,
+    "heads": 2,
+    "mlp_ratio": 2.0,
+    "num_classes": 3,
+}
 CONFIG = f"""
 from colossalai.amp import AMP_TYPE
 TOTAL_BATCH_SIZE = 16
@@ -69,32 +77,38 @@ def write_config(folder: Path) -> Path:
 
 def train(folder: Path, output: str, *settings: str, flags: Sequence[str] = ()) -> None:
     """Train `CONFIG` with some settings in this process, into ``folder/output``."""
-    words = ["--config", str(write_config(folder)), "--output", str(folder / output)]
+    config = write_config(folder)
+    words = ["--config", str(config), "--output", str(folder / output)]
     train_dali.main([*words, *in_words(*settings), *flags])
 
 
 def prepare_data(folder: Path) -> Path:
     """Prepare 65 images of three colours as shards, in ``folder/shards``."""
-    prepare(write_colours(folder / "images", 65, 20, 24, "jpg"), folder / "shards")
-    return folder / "shards"
+    images = folder / "images"
+    shards = folder / "shards"
+    write_colours(images, 65, height=20, width=24, kind="jpg")
+    prepare(images, shards)
+    return shards
 
 
 def prepare_photographs(folder: Path) -> Path:
     """Prepare photographs of `SHAPES`, a grey and a CMYK one, as shards in ``folder/shards``."""
     images = folder / "images"
+    shards = folder / "shards"
     for width, height in SHAPES:
         for split in ("train", "val"):
-            made = write_photographs(folder / f"{split}{width}", "ab", 3, width, height)
-            for path in made.glob("*/*"):
-                copy = images / split / path.parent.name / f"{width}_{path.name}"
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(copy)
+            of_shape = folder / f"{split}{width}"
+            write_photographs(of_shape, "ab", count=3, width=width, height=height)
+            for path in of_shape.glob("*/*"):
+                moved = images / split / path.parent.name / f"{width}_{path.name}"
+                moved.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(moved)
                 if path.stem.endswith("0"):
                     for mode in ("L", "CMYK"):
-                        name = f"{width}_{mode}.jpg"
-                        Image.open(copy).convert(mode).save(copy.with_name(name), quality=85)
-    prepare(images, folder / "shards")
-    return folder / "shards"
+                        converted = Image.open(moved).convert(mode)
+                        converted.save(moved.with_name(f"{width}_{mode}.jpg"), quality=85)
+    prepare(images, shards)
+    return shards
 
 
 def pixel_differences(
@@ -108,18 +122,22 @@ def pixel_differences(
     """
     data = Data(workers=0, **settings).model_dump() | {"root": str(root)}
     std_C11 = torch.tensor(data["std"])[:, None, None]
-    shown = []
-    for loader, loader_device in (("dali", device), ("torchvision", torch.device("cpu"))):
-        options: dict[str, Any] = dict(image_size=image_size, device=loader_device)
+
+    def read_by(loader: str, device: torch.device) -> tuple[Tensor, Tensor]:
         given = data | {"loader": loader}
-        train = build_train_loader(given, 6, 6, order="random", seed=1, **options)
-        batches = read(train) + read(build_eval_loader(given, 5, **options))
-        shown.append([torch.cat(parts).cpu() for parts in zip(*batches, strict=True)])
-    (images, labels), (expected, expected_labels) = shown
+        place: dict[str, Any] = dict(image_size=image_size, device=device)
+        train = build_train_loader(given, 6, 6, order="random", seed=1, **place)
+        batches = read(train)
+        batches += read(build_eval_loader(given, 5, **place))
+        images, labels = zip(*batches, strict=True)
+        return torch.cat(images).cpu(), torch.cat(labels).cpu()
+
+    images, labels = read_by("dali", device)
+    expected, expected_labels = read_by("torchvision", torch.device("cpu"))
     assert torch.equal(labels, expected_labels)
     levels = 255 * std_C11 * (images - expected).abs()
-    inner = slice(EDGE, -EDGE)
-    return levels.mean((1, 2, 3)), levels[..., inner, inner].amax((1, 2, 3))
+    inner = levels[..., EDGE:-EDGE, EDGE:-EDGE]
+    return levels.mean((1, 2, 3)), inner.amax((1, 2, 3))
 
 
 def read(loader: Loader) -> list[tuple[Tensor, Tensor]]:
@@ -147,21 +165,23 @@ def run(
 
     ``python`` in it is this interpreter; launchers' variables are not inherited.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    python = shlex.quote(sys.executable)
+    inherited = {}
+    for name, value in os.environ.items():
+        if not name.startswith(LAUNCHERS):
+            inherited[name] = value
     answer = subprocess.run(
-        ["bash", "-c", command.replace("python ", f"{shlex.quote(sys.executable)} ")],
+        ["bash", "-c", command.replace("python ", f"{python} ")],
         cwd=cwd,
-        env=kept | environ,
+        env=inherited | environ,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    assert answer.returncode == code, (
-        f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
-    )
-    assert "Traceback" not in answer.stderr or (code and "torch.distributed" in command), (
-        answer.stderr
-    )
+    printed = f"{answer.stdout}\n{answer.stderr}"
+    assert answer.returncode == code, f"{command}: {answer.returncode}\n{printed}"
+    launcher_prints_one = code and "torch.distributed" in command
+    assert "Traceback" not in answer.stderr or launcher_prints_one, answer.stderr
     return answer
 
 
@@ -188,7 +208,9 @@ def jpeg(*shape_and_seed: int, **options: Any) -> bytes:
 
 def with_flipped_bit(data: bytes, position: int) -> bytes:
     """Flip one bit of a byte."""
-    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+    changed = bytearray(data)
+    changed[position] ^= 1
+    return bytes(changed)
 
 
 def spoil_record(root: Path, split: str, index: int) -> Path:
@@ -196,7 +218,8 @@ def spoil_record(root: Path, split: str, index: int) -> Path:
     opened = open_split(root, split)
     row = opened.records[index]
     shard = opened.shards[row["shard"]]
-    position = int(row["offset"] + row["image_start"] + row["image_size"] // 2)
+    image_start = row["offset"] + row["image_start"]
+    position = int(image_start + row["image_size"] // 2)
     shard.write_bytes(with_flipped_bit(shard.read_bytes(), position))
     return shard
 
@@ -207,9 +230,11 @@ def make_undecodable(root: Path, index: int) -> str:
     row = split.records[index]
     shard = split.shards[row["shard"]]
     content = bytearray(shard.read_bytes())
-    record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
-    image = bytes(split.read(index)[0])
-    payload = bytes(unframe(bytes(content[record])))
-    content[record] = frame(payload.replace(image, bytes(len(image))))
+    start = int(row["offset"])
+    end = start + int(row["size"])
+    image, _ = split.read(index)
+    no_image = bytes(len(image))
+    payload = bytes(unframe(bytes(content[start:end])))
+    content[start:end] = frame(payload.replace(bytes(image), no_image))
     shard.write_bytes(content)
     return f"{shard}: record {index} of train at byte {row['offset']}: "

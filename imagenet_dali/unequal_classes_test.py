@@ -1,41 +1,94 @@
 """Classes of unequal size, as a user trains on them."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from common.errors import UserError
 from common.metrics.metrics_file import read_metrics
 from imagenet_dali.testing import train, write_images
 
+COUNTS = {"ape": 40, "bee": 3, "cat": 10}
+Start = Callable[..., None]
+BALANCED = "DATA.sampling=balanced"
 
-def test_unequal_classes_are_said_weighted_and_drawn_equally_often(tmp_path, capsys):
+
+@pytest.fixture
+def start(tmp_path) -> Start:
+    """Return what trains on the classes with some settings, into a folder of ``tmp_path``."""
     for split in ("train", "val"):
-        for name, count in (("ape", 40), ("bee", 3), ("cat", 10)):
+        for name, count in COUNTS.items():
             write_images(tmp_path / "images" / split, count, [name])
-    root = [f"DATA.root={tmp_path / 'images'}", "DATA.loader=torchvision", "DATA.workers=0"]
 
-    def losses(output: str, *settings: str, flags: tuple[str, ...] = ()) -> list[float]:
-        train(tmp_path, output, *root, *settings, flags=flags)
-        records = read_metrics(tmp_path / output) if not flags else []
-        return [record["loss"] for record in records if record["kind"] == "train"]
+    def start(output: str, *settings: str, **options: tuple[str, ...]) -> None:
+        train(
+            tmp_path,
+            output,
+            f"DATA.root={tmp_path / 'images'}",
+            "DATA.loader=torchvision",
+            "DATA.workers=0",
+            *settings,
+            **options,
+        )
 
-    # 53 images / 3 classes / 40 and 3 images; 1 - 0.999^40 and 1 - 0.999^3, of the same mean
-    for setting, weights in {"balanced": "0.44 to 5.9", "effective": "0.45 to 5.8"}.items():
-        losses("planned", f"CLASS_WEIGHTS={setting}", flags=("--dry-run",))
-        said = capsys.readouterr().out
-        assert "images by class        bee 3, cat 10, ape 40\n" in said
-        assert f"CLASS_WEIGHTS          {weights} in the training loss" in said
-    for refused, message in {
-        "[1,2]": r"^CLASS_WEIGHTS has 2 numbers: .* each of the 3 classes",
-        "[0,0,0]": r"^CLASS_WEIGHTS=\[0, 0, 0\]: all 0, so nothing would be trained; raise one",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            losses("refused", f"CLASS_WEIGHTS={refused}")
+    return start
 
-    tiny = losses("tiny", "CLASS_WEIGHTS=[1e-9,1e-9,1e-9]")
-    assert max(tiny) < 1e-8  # the loss has the weights
-    capsys.readouterr()
-    whole = losses("whole", "DATA.sampling=balanced")
+
+def losses(output: Path) -> list[float]:
+    result = []
+    for record in read_metrics(output):
+        if record["kind"] == "train":
+            result.append(record["loss"])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("setting", "weights"),
+    [
+        # 53 images / 3 classes / 40 and 3 images
+        ("balanced", "0.44 to 5.9"),
+        # 1 - 0.999^40 and 1 - 0.999^3, of the same mean
+        ("effective", "0.45 to 5.8"),
+    ],
+)
+def test_a_plan_says_the_counts_and_the_weights(setting, weights, start, capsys):
+    start("planned", f"CLASS_WEIGHTS={setting}", flags=("--dry-run",))
+    said = capsys.readouterr().out
+    assert "images by class        bee 3, cat 10, ape 40\n" in said
+    assert f"CLASS_WEIGHTS          {weights} in the training loss" in said
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (
+            "[1,2]",
+            r"^CLASS_WEIGHTS has 2 numbers: .* each of the 3 classes",
+        ),
+        (
+            "[0,0,0]",
+            r"^CLASS_WEIGHTS=\[0, 0, 0\]: all 0, so nothing would be trained; raise one",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, message, start):
+    with pytest.raises(UserError, match=message):
+        start("refused", f"CLASS_WEIGHTS={weights}")
+
+
+def test_the_loss_has_the_weights(start, tmp_path):
+    start("run", "CLASS_WEIGHTS=[1e-9,1e-9,1e-9]")
+    assert max(losses(tmp_path / "run")) < 1e-8
+
+
+def test_classes_are_drawn_equally_often_in_a_resumed_run_too(start, tmp_path, capsys):
+    start("whole", BALANCED)
     assert "\nimages by class: bee 3, cat 10, ape 40\n" in capsys.readouterr().out
-    assert losses("other") != whole
-    assert losses("parts", "DATA.sampling=balanced", "MAX_STEPS=4") == whole[:2]
-    assert losses("parts", "DATA.sampling=balanced") == whole
+    whole = losses(tmp_path / "whole")
+    start("other")
+    assert losses(tmp_path / "other") != whole
+    start("parts", BALANCED, "MAX_STEPS=4")
+    assert losses(tmp_path / "parts") == whole[:2]
+    start("parts", BALANCED)
+    assert losses(tmp_path / "parts") == whole

@@ -32,11 +32,14 @@ from common.testing.photographs import write_photographs
 from common.tools import evaluate, export, predict
 from imagenet_dali.testing import MODEL, prepare_data, run
 
-PAGES = sorted(
-    path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-)
-OTHER_PAGES = ["CONTRIBUTING.md", "CHANGELOG.md"]
-OTHER_PAGES += [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("*/README.md"))]
+
+def pages(pattern: str) -> list[str]:
+    """Return the paths of the files from the root of the project."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
+
+
+PAGES = ["README.md", *pages("docs/*.md")]
+OTHER_PAGES = ["CONTRIBUTING.md", "CHANGELOG.md", *pages("*/README.md")]
 # docs/fine-tune.md and docs/unequal-classes.md have their content
 OWN_CONFIGS = ("mine.py", "small.py", "caltech.py", "lite.py")
 # Replacements for the data and the hardware that a command of README.md names, in this order.
@@ -58,9 +61,14 @@ TINY = {
     "MICRO_BATCH_SIZE": None,
     "gradient_accumulation": 2,
     "NUM_EPOCHS": 60,
+    "WARMUP_EPOCHS": 1,
+    "MAX_STEPS": 2,
+    "DATA.workers": 1,
+    "LOG.tensorboard": False,
 }
-TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
-TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
+for key, value in MODEL.items():
+    if key != "num_classes":
+        TINY[f"MODEL.{key}"] = value
 TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--find-batch|--profile|--init))"
 # run by launchers_test.py and .ci/run, or by hand
 ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|(uv )?pip install"
@@ -68,17 +76,24 @@ ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|(uv )?pip install"
 
 def commands(page: str) -> list[str]:
     """Return the shell commands of the page, each in one line with what it exports put in."""
-    blocks = re.findall(
-        r"^```shell\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
-    )
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```shell\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    found = [" ".join(re.sub(r"(^|\s+)# .*$", "", line).split()) for line in lines]
-    exported = dict(re.findall(r'^export (\w+)="(.*)"$', "\n".join(found), re.MULTILINE))
-    return [
-        re.sub(r"\$(\w+)", lambda name: exported.get(name[1], name[0]), command)
-        for command in found
-        if command
-    ]
+    exported: dict[str, str] = {}
+
+    def value_of(variable: re.Match) -> str:
+        return exported.get(variable[1], variable[0])
+
+    found = []
+    for line in lines:
+        without_comment = re.sub(r"(^|\s+)# .*$", "", line)
+        command = " ".join(without_comment.split())
+        export = re.fullmatch(r'export (\w+)="(.*)"', command)
+        if export:
+            exported[export[1]] = export[2]
+        if command:
+            found.append(re.sub(r"\$(\w+)", value_of, command))
+    return found
 
 
 @cache
@@ -116,68 +131,82 @@ def test_what_it_names_exists(page, monkeypatch):
                 find_config(joined or value, "vit_s16_vanilla")
     for key in re.findall(r"`((?:DATA|MODEL|LOG|OPTIMIZER|zero)\.\w+)", text):
         find_key(key)
-    paths = re.findall(
-        r"\b(?:common|imagenet_dali|caltech101_amp|cifar10_benchmark)/[\w/]+\.(?:py|sh)\b", text
-    )
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    rooms = "common|imagenet_dali|caltech101_amp|cifar10_benchmark"
+    paths = re.findall(rf"\b(?:{rooms})/[\w/]+\.(?:py|sh)\b", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert missing == []
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a Markdown viewer gives the page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w -]", "", heading).lower()
+        found.add(words.replace(" ", "-"))
+    return found
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES])
 def test_its_links_lead_to_files_and_headings(page):
+    path = ROOT / page
     wrong = []
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / page).read_text()):
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):
         name, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / name if name else ROOT / page
+        target = path.parent / name if name else path
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert wrong == []
 
 
 def test_the_pages_that_messages_and_docstrings_name_exist():
-    missing = [
-        (file.name, page)
-        for folder in ("common", "configs", "scripts", "imagenet_dali", "cifar10_benchmark")
-        for file in sorted((ROOT / folder).rglob("*.py"))
-        if not file.name.endswith("_test.py")  # tests make pages of their own
-        for page in re.findall(r"docs/[\w-]+\.md", file.read_text())
-        if not (ROOT / page).exists()
-    ]
+    files = []
+    for folder in ("common", "configs", "scripts", "imagenet_dali", "cifar10_benchmark"):
+        files += sorted((ROOT / folder).rglob("*.py"))
+    missing = []
+    for file in files:
+        if file.name.endswith("_test.py"):  # tests make pages of their own
+            continue
+        for page in re.findall(r"docs/[\w-]+\.md", file.read_text()):
+            if not (ROOT / page).exists():
+                missing.append((file.name, page))
     assert missing == []
+
+
+def library_examples() -> list[str]:
+    """Return the programs of docs/library.md."""
+    text = (ROOT / "docs" / "library.md").read_text()
+    return re.findall("```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "library.md").read_text()
     # A score may be any number.
-    code = re.findall("```python\n(.*?)```", text, re.DOTALL)[1].replace(".item()}", ".item() - 9}")
+    code = library_examples()[1].replace(".item()}", ".item() - 9}")
     (tmp_path / "own.py").write_text(code)
-    command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0"
+    command = re.search("`python (own.py .*)`", text)[1]
     monkeypatch.chdir(tmp_path)
 
     def start(epochs: int, code: int = 0) -> Ended:
-        monkeypatch.setattr(
-            sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run")
-        )
+        settings = f"--set WARMUP_EPOCHS=0 --set NUM_EPOCHS={epochs} --output run"
+        monkeypatch.setattr(sys, "argv", shlex.split(f"{command} {settings}"))
         return run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), code=code)
 
-    for epochs, words in ((1, "top1="), (2, "resuming from"), (2, "this run is finished")):
-        assert words in start(epochs).words
+    assert "top1=" in start(1).words
+    assert "resuming from" in start(2).words
+    assert "this run is finished" in start(2).words
     (tmp_path / "own.py").write_text(code.replace("def state_dict", "def state"))
+    refused = start(3, code=2)
     assert (
         "error: the training loader has no state_dict and load_state_dict, which a checkpoint "
-        in start(3, 2).stderr
+        in refused.stderr
     )
-    figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
-    best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())[
-        "best_top1"
-    ]
-    assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)
+    evaluations = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
+    best_score = max(line["score"] for line in evaluations)
+    best_top1 = max(line["top1"] for line in evaluations)
+    assert best_score < best_top1  # so that the best shows which one chose
+    state = (tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text()
+    assert json.loads(state)["best_top1"] == best_score
 
 
 FLOWERS = 102
@@ -186,23 +215,31 @@ FLOWERS = 102
 def write_flowers(folder: Path) -> Path:
     """Write two images a class for training, and one for evaluation, as Flowers-102 has them."""
     numbers = np.arange(1, 3 * FLOWERS + 1)
-    write_photographs(folder, ["jpg"], len(numbers) + 1, 16, 16)
-    savemat(folder / "imagelabels.mat", {"labels": (numbers - 1) % FLOWERS + 1})
-    of_split = {"trnid": numbers[: 2 * FLOWERS], "valid": numbers[2 * FLOWERS :]}
-    savemat(folder / "setid.mat", of_split)
+    write_photographs(folder, ["jpg"], count=len(numbers) + 1, width=16, height=16)
+    labels = (numbers - 1) % FLOWERS + 1
+    numbers_of_split = {
+        "trnid": numbers[: 2 * FLOWERS],
+        "valid": numbers[2 * FLOWERS :],
+    }
+    savemat(folder / "imagelabels.mat", {"labels": labels})
+    savemat(folder / "setid.mat", numbers_of_split)
     return folder
 
 
 def test_the_librarys_task_trains_and_the_tools_take_it(tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "library.md").read_text()
-    (tmp_path / "flowers.py").write_text(re.search("```python\n(.*?)```", text, re.DOTALL)[1])
+    (tmp_path / "flowers.py").write_text(library_examples()[0])
     data = write_flowers(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    model = "dict(image_size=16, patch_size=8, width=32, depth=1, heads=2)"
-    settings = (f"DATA.root={data}", f"MODEL={model}", "TOTAL_BATCH_SIZE=51", "MAX_STEPS=4")
-    words = in_words(*settings, "DATA.workers=0", "LOG.tensorboard=False")
-    argv = ["flowers.py", "--config=vit-b16", "--output=run", *words]
-    monkeypatch.setattr(sys, "argv", argv)
+    settings = [
+        f"DATA.root={data}",
+        "MODEL=dict(image_size=16, patch_size=8, width=32, depth=1, heads=2)",
+        "TOTAL_BATCH_SIZE=51",
+        "MAX_STEPS=4",
+        "DATA.workers=0",
+        "LOG.tensorboard=False",
+    ]
+    words = ["flowers.py", "--config=vit-b16", "--output=run"]
+    monkeypatch.setattr(sys, "argv", [*words, *in_words(*settings)])
     ended = run_forked(lambda _: runpy.run_path("flowers.py", run_name="__main__"))
     assert "204 training and 102 evaluation images, 102 classes" in ended.words
 
@@ -210,7 +247,8 @@ def test_the_librarys_task_trains_and_the_tools_take_it(tmp_path, monkeypatch):
     assert "102 images" in run_forked(evaluate.main, own).words
     assert "flower " in run_forked(predict.main, [*own, "data/jpg/image_00001.jpg"]).words
     run_forked(export.main, [*own, "--to=timm", "--output=exported"])
-    assert json.loads(Path("exported/config.json").read_text())["num_classes"] == FLOWERS
+    exported = json.loads(Path("exported/config.json").read_text())
+    assert exported["num_classes"] == FLOWERS
     refused = run_forked(evaluate.main, ["run"], 2).stderr
     assert "task='flowers' is none of imagenet_dali, " in refused
     assert "add --task FILE, the script that trained it" in refused
@@ -220,17 +258,33 @@ def test_the_librarys_task_trains_and_the_tools_take_it(tmp_path, monkeypatch):
 def test_uv_resolves_the_readmes_line_to_the_pinned_versions(tmp_path):
     (line,) = [line for line in commands("README.md") if line.startswith("uv pip install")]
     run(f"python -m venv --without-pip {tmp_path}", ROOT)
-    printed = run(f"{sys.prefix}/bin/{line} --dry-run", ROOT, VIRTUAL_ENV=str(tmp_path)).stderr
+    resolved = run(f"{sys.prefix}/bin/{line} --dry-run", ROOT, VIRTUAL_ENV=str(tmp_path))
     for name in ("torch", "timm", "colossalai"):
-        version = metadata.version(name).partition("+")[0]
-        assert f" + {name}=={version}\n" in printed
+        version, _, _ = metadata.version(name).partition("+")
+        assert f" + {name}=={version}\n" in resolved.stderr
+
+
+def tiny_settings(command: str) -> str:
+    """Return the words that make a training command small."""
+    unset: tuple[str, ...] = ()
+    if "MODEL." in command:
+        unset = ("MODEL.",)  # those of a plain ViT
+    if "cifar10" in command:
+        unset = ("MODEL.", "DATA.")  # CIFAR-10 is in memory, without workers
+    settings = []
+    for key, value in TINY.items():
+        if not key.startswith(unset):
+            settings.append(f"--set {key}={value}")
+    return " ".join(settings)
 
 
 @pytest.mark.docs
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_readme_run(tmp_path):
     """As a user without root and git, with a read-only home, in a path with a space."""
-    folder, home, programs = (tmp_path / name for name in ("a clone", "home", "bin"))
+    folder = tmp_path / "a clone"
+    home = tmp_path / "home"
+    programs = tmp_path / "bin"
     folder.mkdir()
     home.mkdir(mode=0o555)
     programs.mkdir()
@@ -243,23 +297,24 @@ def test_the_commands_of_the_readme_run(tmp_path):
     (folder / "scripts" / "setup.sh").write_text("exit 0\n")
     prepare_data(folder / "data")
     for split in ("train", "test"):
-        write_photographs(folder / "data" / "cifar10" / split, "abcdefghij", 40, 32, 32)
+        cifar10 = folder / "data" / "cifar10" / split
+        write_photographs(cifar10, "abcdefghij", count=40, width=32, height=32)
     dinov2 = create_model("vit_small_patch14_dinov2", img_size=28)
     save_file(dinov2.state_dict(), folder / "data" / "dinov2.safetensors")
-    environ = dict(PATH=f"{sys.prefix}/bin:{programs}", HOME=str(home), LANG="C")
+    environ = dict(
+        PATH=f"{sys.prefix}/bin:{programs}",
+        HOME=str(home),
+        LANG="C",
+        PYTHONPATH=str(folder),
+    )
     for command in commands("README.md"):
         if re.match(ELSEWHERE, command):
             continue
         if re.search(TRAINING, command):  # from its start
             shutil.rmtree(folder / "outputs" / "vit-b16", ignore_errors=True)
         if re.search(r"train(_dali)?\.py", command) and "--dry-run" not in command:
-            unset = ("MODEL.",) if "MODEL." in command else ()  # those of a plain ViT
-            if "cifar10" in command:
-                unset = ("MODEL.", "DATA.")  # CIFAR-10 is in memory, without workers
-            command += "".join(
-                f" --set {key}={value}" for key, value in TINY.items() if not key.startswith(unset)
-            )
+            command += f" {tiny_settings(command)}"
         for pattern, replacement in SUBSTITUTIONS.items():
             command = re.sub(pattern, replacement, command)
         words = f"unshare --user --map-user=1000 bash -c {shlex.quote(command)}"
-        run(words, folder, **environ, PYTHONPATH=str(folder))
+        run(words, folder, **environ)

@@ -20,7 +20,6 @@ from common.testing.photographs import write_colours
 NOISE = np.random.default_rng(0)
 PIXELS = NOISE.integers(0, 256, (2, 20, 3072), np.uint8)  # train, then test
 LABELS = NOISE.integers(0, 2, (2, 20)).tolist()
-NAMES = ["data_batch_1", "test_batch"]
 
 
 def open_at(root: Path) -> DataSet:
@@ -38,9 +37,10 @@ def root(tmp_path, monkeypatch) -> Path:
         (tmp_path / BATCHES / name).write_bytes(data)
         return hashlib.md5(data).hexdigest()
 
-    for kind, name, pixels, labels in zip(("train", "test"), NAMES, PIXELS, LABELS, strict=True):
-        listed = [(name, write(name, data=pixels, labels=labels))]
-        monkeypatch.setattr(CIFAR10, f"{kind}_list", listed)
+    train = write("data_batch_1", data=PIXELS[0], labels=LABELS[0])
+    test = write("test_batch", data=PIXELS[1], labels=LABELS[1])
+    monkeypatch.setattr(CIFAR10, "train_list", [("data_batch_1", train)])
+    monkeypatch.setattr(CIFAR10, "test_list", [("test_batch", test)])
     md5 = write("batches.meta", label_names=["cat", "dog"])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": md5})
     return tmp_path
@@ -49,9 +49,12 @@ def root(tmp_path, monkeypatch) -> Path:
 def check(root: Path) -> None:
     images = open_at(root)
     assert images.class_names == ["cat", "dog"]
-    found = np.stack([images.train.images, images.test.images])
-    np.testing.assert_array_equal(found, PIXELS.reshape(2, 20, 3, 32, 32))
-    assert [images.train.labels.tolist(), images.test.labels.tolist()] == LABELS
+    train_pixels, test_pixels = PIXELS.reshape(2, 20, 3, 32, 32)
+    np.testing.assert_array_equal(images.train.images, train_pixels)
+    np.testing.assert_array_equal(images.test.images, test_pixels)
+    train_labels, test_labels = LABELS
+    assert images.train.labels.tolist() == train_labels
+    assert images.test.labels.tolist() == test_labels
 
 
 def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
@@ -64,17 +67,16 @@ def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
     archive = new / CIFAR10.filename
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(root / BATCHES, BATCHES)
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    md5 = hashlib.md5(archive.read_bytes())
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5.hexdigest())
     check(new)
 
 
 def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
     monkeypatch.chdir(root)
     (root / BATCHES / "test_batch").write_bytes(b"cos\nmkdir\n(S'evil'\ntR.")
-    with pytest.raises(
-        UserError,
-        match=f"{root / BATCHES}: .* MD5 .*; remove it and unpack {CIFAR10.filename} again",
-    ):
+    remedy = f"remove it and unpack {CIFAR10.filename} again"
+    with pytest.raises(UserError, match=f"{root / BATCHES}: .* MD5 .*; {remedy}"):
         open_at(root)
     assert not (root / "evil").exists()
 
@@ -83,9 +85,10 @@ def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
 def folder(tmp_path) -> Path:
     """Three classes of images; two are grey, one of which has a damaged EXIF block."""
     for split in ("train", "test"):
-        write_colours(tmp_path / split, 6, 8, 8)
+        write_colours(tmp_path / split, 6, height=8, width=8)
+    grey = Image.new("L", (8, 8), 99)
     for name in ("grey.bmp", "grey.png"):
-        Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / name, exif=b"garbage!")
+        grey.save(tmp_path / "train" / "b" / name, exif=b"garbage!")
     return tmp_path
 
 
@@ -102,10 +105,12 @@ def test_other_processes_decode_a_large_folder(folder, monkeypatch):
 
     def load_image(split, index):
         """Return an image that is white if this process has made it."""
-        return np.full((8, 8, 3), 255 * (os.getpid() == main), np.uint8), 0
+        colour = 255 if os.getpid() == main else 0
+        return np.full((8, 8, 3), colour, np.uint8), 0
 
     monkeypatch.setattr(dataset, "load_image", load_image)
-    assert not open_at(folder).train.images.any()
+    images = open_at(folder)
+    assert not images.train.images.any()
 
 
 @pytest.mark.usefixtures("part")
@@ -113,7 +118,13 @@ def test_reads_a_folder_of_images(folder):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
     assert describe_data(data) == DataSummary(
-        8, 6, 3, images.fingerprint, ["b", "g", "r"], [4, 2, 2], validation="the test split"
+        8,
+        6,
+        3,
+        images.fingerprint,
+        ["b", "g", "r"],
+        [4, 2, 2],
+        validation="the test split",
     )
     assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     assert images._replace(train=images.test).fingerprint != images.fingerprint

@@ -10,12 +10,14 @@ from PIL import Image, ImageOps
 from common.data.decoding import decode_image
 from common.shards.tfrecord_format import BadSampleError
 from common.shards.writer import convert_image
+from common.testing.photographs import noise_image
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
 
 
 def mean_difference(data: bytes, expected: Image.Image) -> float:
     found = np.asarray(Image.open(io.BytesIO(data)), dtype=float)
-    return float(np.abs(found - np.asarray(expected.convert("RGB"), dtype=float)).mean())
+    pixels = np.asarray(expected.convert("RGB"), dtype=float)
+    return float(np.abs(found - pixels).mean())
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -28,14 +30,21 @@ BROKEN_EXIF = b"Exif\0\0II*\0\xff\xff\xff\xff"  # says nothing against the pixel
 
 
 @pytest.mark.parametrize(
-    "options", [{"progressive": True}, {"subsampling": 0}, {"exif": exif(1)}, {"exif": BROKEN_EXIF}]
+    "options",
+    [
+        {"progressive": True},
+        {"subsampling": 0},
+        {"exif": exif(1)},
+        {"exif": BROKEN_EXIF},
+    ],
 )
 def test_rgb_jpeg_passes_byte_for_byte(options):
     data = jpeg(**options)
     assert convert_image(data) == (data, 24, 40)
 
 
-WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
+ROW = np.linspace(0, 65535, 40).astype(np.uint16)
+WORDS = ROW[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
 GOOD = jpeg(subsampling=0)
 START = b"\xff\xda"
@@ -48,10 +57,14 @@ EDITS = {
     "bytes between segments": (b"\xff\xdb", b"\0\1\xff\0\2\xff\xdb"),
 }
 WARNED = {name: GOOD.replace(*edit) for name, edit in EDITS.items()}
-FLAT = GOOD[: GOOD.index(START) + 14] + b"\x28\xa0\0" * 9 + END  # 3 bytes for 2, 1 and 2 blocks
+HEADER = GOOD[: GOOD.index(START) + 14]
+FLAT = HEADER + b"\x28\xa0\0" * 9 + END  # 3 bytes for 2, 1 and 2 blocks
 WARNED["unusual subsampling"] = FLAT.replace(
-    b"\1\x11\0\2\x11\1\3\x11\1", b"\1\x21\0\2\x11\1\3\x21\1"
+    b"\1\x11\0\2\x11\1\3\x11\1",
+    b"\1\x21\0\2\x11\1\3\x21\1",
 )
+WORDS_BE = WORDS.astype(">u2")
+PPM = b"P6 40 24 65535\n" + WORDS_BE[..., None].repeat(3, -1).tobytes()
 TIFF = encode(Image.fromarray(WORDS), "TIFF")
 PHOTOMETRIC = b"\6\1\3\0\1\0\0\0"
 # orientation 6, and a resolution unit of another type, which Pillow cannot write
@@ -59,7 +72,12 @@ ODD_EXIF = (
     b"Exif\0\0II*\0\x08\0\0\0\2\0"
     b"\x12\1\3\0\1\0\0\0\6\0\0\0\x28\1\x09\0\1\0\0\0\xff\xff\xff\xff\0\0\0\0"
 )
-ODD = {name: (data, Image.open(io.BytesIO(data))) for name, data in WARNED.items()} | {
+TWELVE_BITS = TIFF.replace(
+    b"\2\1\3\0\1\0\0\0\x10",
+    b"\2\1\3\0\1\0\0\0\x0c",
+).replace(WORDS.tobytes(), b"\xab\xca\xbc" * 640)
+# The content of a file, and the image that it shows.
+ODD = {
     "rotated by EXIF with an odd tag": (
         jpeg(exif=ODD_EXIF),
         gradient().transpose(Image.Transpose.ROTATE_270),
@@ -73,25 +91,34 @@ ODD = {name: (data, Image.open(io.BytesIO(data))) for name, data in WARNED.items
         ImageOps.invert(RAMP),
     ),
     "12-bit TIFF": (
-        TIFF.replace(b"\2\1\3\0\1\0\0\0\x10", b"\2\1\3\0\1\0\0\0\x0c").replace(
-            WORDS.tobytes(), b"\xab\xca\xbc" * 640
-        ),
+        TWELVE_BITS,
         Image.new("L", (40, 24), 0xAB),
     ),
-    "CMYK JPEG": (encode(gradient().convert("CMYK")), gradient()),
-    "rotated by EXIF": (jpeg(exif=exif(6)), gradient().transpose(Image.Transpose.ROTATE_270)),
+    "CMYK JPEG": (
+        encode(gradient().convert("CMYK")),
+        gradient(),
+    ),
+    "rotated by EXIF": (
+        jpeg(exif=exif(6)),
+        gradient().transpose(Image.Transpose.ROTATE_270),
+    ),
     "mirrored by EXIF": (
         jpeg(exif=exif(2)),
         gradient().transpose(Image.Transpose.FLIP_LEFT_RIGHT),
     ),
-    "PNG with alpha": (encode(gradient().convert("RGBA"), "PNG"), gradient()),
-    "WebP": (encode(gradient(), "WEBP", lossless=True), gradient()),
-    "16-bit PNG": (encode(Image.fromarray(WORDS), "PNG"), RAMP),
-    "16-bit PPM": (
-        b"P6 40 24 65535\n" + WORDS.astype(">u2")[..., None].repeat(3, -1).tobytes(),
-        RAMP,
+    "PNG with alpha": (
+        encode(gradient().convert("RGBA"), "PNG"),
+        gradient(),
     ),
+    "WebP": (
+        encode(gradient(), "WEBP", lossless=True),
+        gradient(),
+    ),
+    "16-bit PNG": (encode(Image.fromarray(WORDS), "PNG"), RAMP),
+    "16-bit PPM": (PPM, RAMP),
 }
+for name, content in WARNED.items():
+    ODD[name] = content, Image.open(io.BytesIO(content))
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -106,11 +133,15 @@ def test_odd_image_becomes_an_upright_rgb_jpeg(name):
 
 
 def test_short_side_shrinks_only_larger_images():
-    assert convert_image(jpeg(24, 40), short_side=30)[0] == jpeg(24, 40)
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 103, 3), np.uint8))
-    image, *size = convert_image(encode(noise, quality=95, subsampling=0), short_side=30)
-    assert size == [30, 52]
-    assert mean_difference(image, noise.resize((52, 30), Image.Resampling.LANCZOS)) < 4
+    small = jpeg(24, 40)
+    image, _, _ = convert_image(small, short_side=30)
+    assert image == small
+    noise = noise_image(60, 103)
+    large = encode(noise, quality=95, subsampling=0)
+    image, height, width = convert_image(large, short_side=30)
+    assert (height, width) == (30, 52)
+    expected = noise.resize((52, 30), Image.Resampling.LANCZOS)
+    assert mean_difference(image, expected) < 4
 
 
 BAD = {

@@ -21,12 +21,13 @@ FIRST = 2  # the read that fails
 def stored(tmp_path_factory) -> Path:
     """Images in folders, in tars, as shards, and a run of one step."""
     folder = tmp_path_factory.mktemp("stored")
-    write_colours(folder / "images", 65, 20, 24, "jpg")
+    write_colours(folder / "images", 65, height=20, width=24, kind="jpg")
     prepare.prepare(folder / "images", folder / "shards")
     (folder / "tars").mkdir()
     for number in range(3):
         with tarfile.open(folder / f"tars/{number}.tar", "w") as tar:
-            for label, path in enumerate(sorted(folder.glob(f"images/*/*{number}.jpg"))):
+            images = sorted(folder.glob(f"images/*/*{number}.jpg"))
+            for label, path in enumerate(images):
                 (folder / "label").write_text(str(label % 3))
                 tar.add(path, f"{label}.jpg")
                 tar.add(folder / "label", f"{label}.cls")
@@ -36,14 +37,20 @@ def stored(tmp_path_factory) -> Path:
 
 def train_on(source: str, stored: Path, output: Path) -> object:
     loader = "torchvision" if source == "images" else "dali"
-    place = f"DATA.root={stored}/{source}", f"DATA.loader={loader}", "DATA.workers=0"
-    train(output, "run", *place, "MAX_STEPS=2")
-    return (newest_checkpoint(output / "run/checkpoints") / "model.safetensors").read_bytes()
+    settings = [
+        f"DATA.root={stored}/{source}",
+        f"DATA.loader={loader}",
+        "DATA.workers=0",
+        "MAX_STEPS=2",
+    ]
+    train(output, "run", *settings)
+    checkpoint = newest_checkpoint(output / "run/checkpoints")
+    return (checkpoint / "model.safetensors").read_bytes()
 
 
 def prepare_from(source: str, stored: Path, output: Path) -> object:
-    words = "--workers=1", "--validation-share=0.5"
-    prepare.main([f"{stored}/{source}", f"{output}/made", *words])
+    places = [f"{stored}/{source}", f"{output}/made"]
+    prepare.main([*places, "--workers=1", "--validation-share=0.5"])
     made = read_folder(output / "made")
     del made["manifest.json"]
     return made
@@ -85,26 +92,32 @@ def test_a_read_that_fails_is_repeated_and_no_image_is_blamed(
     def main(argv: list[str]) -> None:
         """Run the command while ``argv[0]`` reads fail; write what it made."""
         calls = []
+        failures = int(argv[0])
 
         def fail(path: Path, mode: str = "r", *args: object, **options: object) -> object:
             if mode == "rb" and name in path.name:
                 calls.append(path)
-                if FIRST <= len(calls) < FIRST + int(argv[0]):
+                if FIRST <= len(calls) < FIRST + failures:
                     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
             return plain(path, mode, *args, **options)
 
         Path.open = fail
         output = tmp_path / argv[0]
         output.mkdir()
-        results.write_text(repr(command(source, stored, output)).replace(str(output), ""))
+        result = repr(command(source, stored, output))
+        results.write_text(result.replace(str(output), ""))
         assert len(calls) >= FIRST
 
-    whole = run_forked(main, [0]) and results.read_text()
-    ended = run_forked(main, [1])
+    run_forked(main, [0])
+    whole = results.read_text()
+    run_forked(main, [1])
     assert results.read_text() == whole
     ended = run_forked(main, [9999], code=2)
     error = ended.stderr.splitlines()[-1]
-    assert error.startswith(f"error: {tmp_path if command is adopt else stored}/")
+    # adopt reads a copy
+    folder = tmp_path if command is adopt else stored
+    assert error.startswith(f"error: {folder}/")
     assert "Stale file handle" in error
-    for text in (ended.stdout, ended.stderr):
-        assert not any(word in text for word in ("remove or replace", "refused", "skipped"))
+    printed = ended.stdout + ended.stderr
+    for blame in ("remove or replace", "refused", "skipped"):
+        assert blame not in printed

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gpu
 import pytest
@@ -15,7 +16,13 @@ from common.testing.ranks import run_ranks, slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_warm_up_is_not_timed(accumulation):
     taken = []
-    work = timed_steps.Work((), 2, 1, clock=lambda: sum(taken), accumulation=accumulation)
+    work = timed_steps.Work(
+        (),
+        steps=2,
+        warm_up=1,
+        clock=lambda: sum(taken),
+        accumulation=accumulation,
+    )
     items = iter(work)
     for seconds in (9.0, 0.5, 1.5, 9.0):
         for _ in range(accumulation):
@@ -36,7 +43,8 @@ def test_variants_are_timed_in_turn_and_compared_with_the_first(monkeypatch, cap
 
     monkeypatch.setattr(timed_steps, "ours", train)
     timed_steps.main(["EMA=0.9", "EMA=0.9 KEEP=2", "--rounds=3"])
-    assert timed == [("EMA=0.9",), ("EMA=0.9", "KEEP=2")] * 3
+    one_round = [("EMA=0.9",), ("EMA=0.9", "KEEP=2")]
+    assert timed == one_round * 3
     # the ratios are 5/4, 6/6, 10/5
     assert capsys.readouterr().out.splitlines() == [
         "   5.00 ms  x 1.000  EMA=0.9",
@@ -47,30 +55,38 @@ def test_variants_are_timed_in_turn_and_compared_with_the_first(monkeypatch, cap
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """Make the pieces small, with their rows and work in a folder of the test."""
-    changed = dict(TINY=True, OUT=tmp_path, ROWS=tmp_path / "rows", WORK=tmp_path)
-    for name, value in (changed | {"MODELS": {"lite": gpu.SMALL}}).items():
-        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(gpu, "TINY", True)
+    monkeypatch.setattr(gpu, "OUT", tmp_path)
+    monkeypatch.setattr(gpu, "ROWS", tmp_path / "rows")
+    monkeypatch.setattr(gpu, "WORK", tmp_path)
+    monkeypatch.setattr(gpu, "MODELS", {"lite": gpu.SMALL})
 
 
-def read_rows() -> list[dict]:
-    return [json.loads(line) for line in gpu.ROWS.read_text().splitlines()]
+def read_rows(path: Path) -> list[dict]:
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def test_the_calls_have_known_pieces():
     for groups, _ in gpu.CALLS.values():
-        assert {name for names in groups for name in names} <= gpu.PIECES.keys()
+        for names in groups:
+            assert {*names} <= gpu.PIECES.keys()
 
 
 def test_the_parts_of_a_step_are_timed(tiny, monkeypatch):
     steps = []
+
+    def measure_step(model: str, variant: str, *_: object) -> None:
+        steps.append(variant)
+
     monkeypatch.setattr(gpu, "BATCH", 8)
-    monkeypatch.setattr(gpu, "measure_step", lambda *args: steps.append(args[1]))
+    monkeypatch.setattr(gpu, "measure_step", measure_step)
     gpu.lite()
     assert {"ours", "bare PyTorch", "ours, not compiled"} <= set(steps)
-    rows = {row["variant"]: row["ms"] for row in read_rows()}
+    times = {row["variant"]: row["ms"] for row in read_rows(gpu.ROWS)}
     # Which is slower is no test: machines are busy.
-    assert rows["batches, autoaugment=cifar10"] > 0
-    assert rows["batches, autoaugment=None"] > 0
+    assert times["batches, autoaugment=cifar10"] > 0
+    assert times["batches, autoaugment=None"] > 0
 
 
 def test_a_profile_counts_kernels_and_the_time_in_which_any_runs(tiny, tmp_path, monkeypatch):
@@ -78,15 +94,22 @@ def test_a_profile_counts_kernels_and_the_time_in_which_any_runs(tiny, tmp_path,
         return {"cat": category, "ts": 1000 + start, "dur": duration}
 
     # two streams; 15 microseconds of nothing; a copy
-    events = [event("gpu_memcpy", 30, 5), event("kernel", 5, 10), event("kernel", 0, 10)]
-    events += [event("cpu_op", 0, 90), {"name": "process_name"}]
-    (tmp_path / "profile" / "profile").mkdir(parents=True)
+    events = [
+        event("gpu_memcpy", 30, 5),
+        event("kernel", 5, 10),
+        event("kernel", 0, 10),
+        event("cpu_op", 0, 90),
+        {"name": "process_name"},
+    ]
     path = tmp_path / "profile" / "profile" / "trace.json"
-    monkeypatch.setattr(
-        gpu, "cifar", lambda *_: path.write_text(json.dumps({"traceEvents": events}))
-    )
+    path.parent.mkdir(parents=True)
+
+    def write_trace(*_: object) -> None:
+        path.write_text(json.dumps({"traceEvents": events}))
+
+    monkeypatch.setattr(gpu, "cifar", write_trace)
     gpu.profile()
-    (row,) = read_rows()
+    (row,) = read_rows(gpu.ROWS)
     assert row["kernels"] == 3 / 5  # of five steps
     assert row["ms"] == pytest.approx(35e-3 / 5)
     assert row["busy_ms"] == pytest.approx(20e-3 / 5)
@@ -95,9 +118,10 @@ def test_a_profile_counts_kernels_and_the_time_in_which_any_runs(tiny, tmp_path,
 @pytest.mark.parametrize("train", [timed_steps.ours, timed_steps.bare, timed_steps.timm])
 def test_a_step_is_timed(train, tiny):
     run_ranks(1, gpu.measure_step, "lite", "the loop", train, False)  # a run changes its process
-    (row,) = read_rows()
+    (row,) = read_rows(gpu.ROWS)
     assert row["ms"] > 0, row
-    assert (row["variant"], row["batch"]) == ("the loop", gpu.BATCH)
+    assert row["variant"] == "the loop"
+    assert row["batch"] == gpu.BATCH
 
 
 LOADS = (
@@ -128,10 +152,15 @@ ROWS = {
     ],
 )
 def test_a_piece_of_dali_runs_on_a_cpu(piece, tmp_path):
-    environ = os.environ | {"TINY": "1", "OUT": str(tmp_path), "GPU_WORK": str(tmp_path)}
+    environ = os.environ | {
+        "TINY": "1",
+        "OUT": str(tmp_path),
+        "GPU_WORK": str(tmp_path),
+    }
     command = [sys.executable, gpu.__file__, "piece", piece]
     subprocess.run(command, env=environ, check=True, timeout=240)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert not [row for row in rows if "error" in row]
+    rows = read_rows(tmp_path / "rows.jsonl")
+    for row in rows:
+        assert "error" not in row
     field, values = ROWS[piece]
     assert [row[field] for row in rows] == values

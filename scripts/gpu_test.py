@@ -7,7 +7,7 @@ outputs/gpu/rows.jsonl. Without a GPU all fail.
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,23 @@ pytestmark = [
     pytest.mark.timeout(540),
 ]
 DEVICE = torch.device("cuda", 0)  # DALI needs its number
-SMALL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)
-MODES: dict[str, dict[str, Any]] = {"float32": {"TF32": False}, "TF32": {"TF32": True}}
-for name in ("TORCH bfloat16", "TORCH float16", "APEX float16", "NAIVE bfloat16", "NAIVE float16"):
-    MODES[name] = {"fp16": {"mode": AMP_TYPE[name.split()[0]], "dtype": name.split()[1]}}
+SMALL = {
+    "image_size": 64,
+    "patch_size": 16,
+    "width": 192,
+    "depth": 4,
+    "heads": 3,
+    "num_classes": 10,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "float32": {"TF32": False},
+    "TF32": {"TF32": True},
+    "TORCH bfloat16": {"fp16": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}},
+    "TORCH float16": {"fp16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"}},
+    "APEX float16": {"fp16": {"mode": AMP_TYPE.APEX, "dtype": "float16"}},
+    "NAIVE bfloat16": {"fp16": {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"}},
+    "NAIVE float16": {"fp16": {"mode": AMP_TYPE.NAIVE, "dtype": "float16"}},
+}
 # By number format: largest error of a loss, and relative error of the last gradient's norm; some
 # five times a CPU's.
 TOLERANCES = {
@@ -63,6 +76,7 @@ TOLERANCES = {
 }
 RATES = {"LEARNING_RATE": 1e-3, "WEIGHT_DECAY": 0.1, "clip_grad_norm": 1.0}
 TWO = "-m torch.distributed.run --nproc_per_node 2"
+BEST_LOADER = "dali" if has_dali() else "torchvision"
 needs_dali = pytest.mark.skipif(not has_dali(), reason="DALI is not installed")
 Record = Callable[..., None]
 eager_and_compiled = pytest.mark.parametrize("compiled", [False, True])
@@ -96,9 +110,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(digits: Path, output: Path, *settings: str, launcher: str = "") -> list[str]:
     """Return the quickstart's command."""
     script = f"imagenet_dali/train_dali.py --config quickstart --output {output}"
-    loader = f"DATA.loader={'dali' if has_dali() else 'torchvision'}"
-    words = in_words(f"DATA.root={digits}", loader, *settings)
-    return [sys.executable, *launcher.split(), *script.split(), *words]
+    words = [sys.executable, *launcher.split(), *script.split()]
+    words += in_words(f"DATA.root={digits}", f"DATA.loader={BEST_LOADER}", *settings)
+    return words
 
 
 def run(words: list[str]) -> str:
@@ -120,18 +134,54 @@ def train_steps(
         losses = []
         for batch in batches:
             torch.cuda.reset_peak_memory_stats()
-            of_step = [loss.item() for *_, loss in engine.train_step(repeat(batch))]
-            losses.append(of_step[-1])
+            of_micro_batches = [loss.item() for *_, loss in engine.train_step(repeat(batch))]
+            losses.append(of_micro_batches[-1])
         return losses, engine.optimizer
+
+
+def on_device(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of images [step, B, 3, Y, X] and labels [step, B]."""
+    return list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
+
+
+def largest_difference(batches: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    differences = []
+    for one, two in zip(batches, expected, strict=True):
+        differences.append((one - two).abs().max().item())
+    return max(differences)
 
 
 @eager_and_compiled
 @pytest.mark.parametrize("loader", ["torchvision", pytest.param("dali", marks=needs_dali)])
 def test_quickstart(loader, compiled, digits, tmp_path, record):
-    said = run(command(digits, tmp_path / "run", f"DATA.loader={loader}", f"COMPILE={compiled}"))
-    top1 = float(said.rpartition("top1=")[2])
+    settings = f"DATA.loader={loader}", f"COMPILE={compiled}"
+    said = run(command(digits, tmp_path / "run", *settings))
+    _, _, top1_text = said.rpartition("top1=")
+    top1 = float(top1_text)
     record(top1=top1)
     assert top1 > 0.96
+
+
+def train_plainly(name: str, images: Tensor, labels: Tensor) -> tuple[list[float], float]:
+    """Train by a plain loop in float64; return the losses, and the norm of the last gradient."""
+    torch.manual_seed(0)
+    model = build_model(**SMALL).double()
+    optimizer = build_optimizer(
+        model,
+        name,
+        learning_rate=RATES["LEARNING_RATE"],
+        weight_decay=RATES["WEIGHT_DECAY"],
+    )
+    losses = []
+    norm = 0.0
+    for batch, target in zip(images.double(), labels, strict=True):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), RATES["clip_grad_norm"]).item()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norm
 
 
 @eager_and_compiled
@@ -139,57 +189,58 @@ def test_quickstart(loader, compiled, digits, tmp_path, record):
 def test_numerics(optimizer, compiled, record):
     """Five steps in every precision against a plain loop in float64; LAMB recomputes blocks."""
     random = torch.Generator().manual_seed(1)
-    images, labels = (
-        torch.randn(5, 32, 3, 64, 64, generator=random),
-        torch.randint(10, (5, 32), generator=random),
-    )
-    torch.manual_seed(0)
-    network, expected, norm, wrong = build_model(**SMALL).double(), [], 0.0, []
-    step = build_optimizer(
-        network, optimizer, learning_rate=RATES["LEARNING_RATE"], weight_decay=RATES["WEIGHT_DECAY"]
-    )
-    for batch, target in zip(images.double(), labels, strict=True):
-        step.zero_grad()
-        loss = nn.functional.cross_entropy(network(batch), target)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0).item()
-        step.step()
-        expected.append(loss.item())
-    batches = list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
+    images = torch.randn(5, 32, 3, 64, 64, generator=random)
+    labels = torch.randint(10, (5, 32), generator=random)
+    expected_losses, expected_norm = train_plainly(optimizer, images, labels)
+    batches = on_device(images, labels)
+    config = {
+        "MODEL": SMALL
+        | {
+            "activation_checkpoint": optimizer == "lamb",
+            # a rate at which nothing is dropped here, with which compiled blocks still draw
+            "drop_path": 1e-7 if compiled else 0.0,
+        },
+        "OPTIMIZER": {"name": optimizer},
+        "COMPILE": compiled,
+    }
+    wrong = []
     for mode, precision in MODES.items():
-        # a rate at which nothing is dropped here, with which compiled blocks still draw
-        rate = 1e-7 if compiled else 0.0
-        model = SMALL | {"activation_checkpoint": optimizer == "lamb", "drop_path": rate}
-        config = {
-            "MODEL": model,
-            "OPTIMIZER": {"name": optimizer},
-            "COMPILE": compiled,
-            **precision,
-        }
-        losses, stepped = train_steps(batches, config)
-        of_norm = abs(stepped.grad_norm.item() / norm - 1)
-        of_loss = (torch.tensor(losses) - torch.tensor(expected)).abs().max().item()
-        record(mode=mode, loss_error=of_loss, norm_error=of_norm, skipped=stepped.skipped)
-        most, relative = TOLERANCES[mode.split()[-1]]
-        wrong += [mode] * (of_loss > most or of_norm > relative or stepped.skipped > 0)
+        losses, stepped = train_steps(batches, config | precision)
+        loss_error = (torch.tensor(losses) - torch.tensor(expected_losses)).abs().max().item()
+        norm_error = abs(stepped.grad_norm.item() / expected_norm - 1)
+        record(
+            mode=mode,
+            loss_error=loss_error,
+            norm_error=norm_error,
+            skipped=stepped.skipped,
+        )
+        number_format = mode.split()[-1]
+        most, relative = TOLERANCES[number_format]
+        if loss_error > most or norm_error > relative or stepped.skipped > 0:
+            wrong.append(mode)
     assert not wrong
+
+
+def muon_update(device: torch.device) -> Tensor:
+    """Return what a step with random gradients adds to the parameters, as a vector on the CPU."""
+    torch.manual_seed(0)
+    model = build_model(**SMALL)
+    gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
+    before = nn.utils.parameters_to_vector(model.parameters())
+    model.to(device)
+    optimizer = build_optimizer(model, "muon", weight_decay=0.1)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.to(device)
+    optimizer.step()
+    after = nn.utils.parameters_to_vector(model.parameters())
+    return after.cpu() - before
 
 
 def test_muon(record):
     """An update, whose matrices a GPU orthogonalizes in bfloat16, against the CPU's in float32."""
-    updates = []
-    for device in ("cpu", DEVICE):
-        torch.manual_seed(0)
-        model = build_model(**SMALL)
-        gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
-        before = nn.utils.parameters_to_vector(model.parameters())
-        model.to(device)
-        optimizer = build_optimizer(model, "muon", weight_decay=0.1)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient.to(device)
-        optimizer.step()
-        updates.append(nn.utils.parameters_to_vector(model.parameters()).cpu() - before)
-    error = ((updates[1] - updates[0]).norm() / updates[0].norm()).item()
+    expected = muon_update(torch.device("cpu"))
+    update = muon_update(DEVICE)
+    error = ((update - expected).norm() / expected.norm()).item()
     record(relative_error=error)
     assert error < 0.03
 
@@ -200,22 +251,37 @@ class ForbidWaiting(BaseHook):
     steps = 0
 
     def before_train_iter(self, trainer: Trainer) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 3 <= trainer.step < 17 else "default")
+        mode = "default"
+        if 3 <= trainer.step < 17:
+            mode = "error"
+        torch.cuda.set_sync_debug_mode(mode)
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
-        self.steps += trainer.step > 3
+        if trainer.step > 3:
+            self.steps += 1
 
 
 @pytest.mark.parametrize(
-    "amp", ["None", "dict(mode=AMP_TYPE.TORCH)", "dict(mode=AMP_TYPE.TORCH,dtype='float16')"]
+    "amp",
+    [
+        "None",
+        "dict(mode=AMP_TYPE.TORCH)",
+        "dict(mode=AMP_TYPE.TORCH,dtype='float16')",
+    ],
 )
 def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
     """CIFAR-10's training with its augmentation; a line that waits raises there."""
     for split in ("train", "test"):
-        write_photographs(tmp_path / "data" / split, ("cat", "dog"), 160, 32, 32)
-    hook, build_hooks = ForbidWaiting(priority=100), Run.build_hooks
-    monkeypatch.setattr(Run, "build_hooks", lambda self, *args: [*build_hooks(self, *args), hook])
+        folder = tmp_path / "data" / split
+        write_photographs(folder, ("cat", "dog"), count=160, width=32, height=32)
+    hook = ForbidWaiting(priority=100)
+    plain_hooks = Run.build_hooks
+
+    def build_hooks(self: Run, *args: Any) -> list[BaseHook]:
+        return [*plain_hooks(self, *args), hook]
+
+    monkeypatch.setattr(Run, "build_hooks", build_hooks)
     settings = [
         f"fp16={amp}",
         "TOTAL_BATCH_SIZE=16",
@@ -224,9 +290,9 @@ def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
         "LOG.every=1000",
         f"DATA.root={tmp_path}/data",
     ]
-    train_cifar10(
-        ["--config", "vit_lite_vanilla", "--output", str(tmp_path / "run"), *in_words(*settings)]
-    )
+    output = str(tmp_path / "run")
+    words = ["--config", "vit_lite_vanilla", "--output", output]
+    train_cifar10([*words, *in_words(*settings)])
     record(steps_without_waiting=hook.steps)
     assert hook.steps > 10
 
@@ -234,26 +300,37 @@ def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
 def test_a_cuda_graph_augments_as_a_cpu_does(tmp_path, record):
     """CIFAR-10's batches of two sizes, with AutoAugment."""
     for split in ("train", "test"):
-        write_photographs(tmp_path / split, ("cat", "dog"), 640, 32, 32)
+        write_photographs(tmp_path / split, ("cat", "dog"), count=640, width=32, height=32)
     data = load_config("vit_lite_vanilla", [f"DATA.root={tmp_path}"])["DATA"]
     resolutions = [Resolution(1, 24, 64, 1), Resolution(2, 32, 64, 1)]
 
     def read(device: torch.device, graphs: bool) -> list[Tensor]:
-        place = dict(image_size=32, device=device, resolutions=resolutions)
-        loader = build_cifar10(data, 64, 64, seed=0, graphs=graphs, **place)
-        return [images.cpu() for _ in range(2) for images, _ in loader]
+        loader = build_cifar10(
+            data,
+            64,
+            64,
+            seed=0,
+            image_size=32,
+            device=device,
+            resolutions=resolutions,
+            graphs=graphs,
+        )
+        batches = []
+        for _ in range(2):
+            batches += [images.cpu() for images, _ in loader]
+        return batches
 
-    expected = read(torch.device("cpu"), False)
-    plain = read(DEVICE, False)
-    recorded = read(DEVICE, True)
-    differences = [
-        max((one - two).abs().max().item() for one, two in zip(batches, expected, strict=True))
-        for batches in (plain, recorded)
-    ]
-    record(plain=differences[0], recorded=differences[1])
+    expected = read(torch.device("cpu"), graphs=False)
+    plain = read(DEVICE, graphs=False)
+    recorded = read(DEVICE, graphs=True)
+    difference = largest_difference(plain, expected)
+    record(
+        plain=difference,
+        recorded=largest_difference(recorded, expected),
+    )
     assert all(map(torch.equal, plain, recorded))
     # Resizing and normalising may round otherwise than on a CPU.
-    assert differences[0] < 0.02
+    assert difference < 0.02
 
 
 def test_compiled_dropout(record):
@@ -267,28 +344,53 @@ def test_compiled_dropout(record):
     spread = (0.1 * 0.9 / len(groups)) ** 0.5
     rates = groups.mean(0) - 0.1
     neighbours = torch.corrcoef(groups.T) - torch.eye(8, device=DEVICE)
-    record(rate=dropped.mean().item(), correlation=neighbours.abs().max().item())
+    record(
+        rate=dropped.mean().item(),
+        correlation=neighbours.abs().max().item(),
+    )
     assert torch.equal(x.grad, y)
     assert rates.abs().max() < 5 * spread
     assert neighbours.abs().max() < 5 / len(groups) ** 0.5
 
 
+def read_checkpoint(folder: Path) -> Tensor:
+    """Return the weights and the optimizer's state as a vector."""
+    parts = []
+    for file in sorted(folder.glob("[mo]*.safetensors")):  # model and optimizer
+        for tensor in load_file(file).values():
+            parts.append(tensor.flatten().double())
+    return torch.cat(parts)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_resume_is_exact(dtype, digits, tmp_path, record):
     """Twenty steps, the same again, and eight that are saved and resumed, also by CUDA graphs."""
-    amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
-    starts = [("once", 20), ("again", 20), ("resumed", 8), ("resumed", 20)]
-    for name, end in (*starts, ("recorded", 8), ("recorded", 20)):
-        settings = f"MAX_STEPS={end}", "MODEL.dropout=0.1", "IMAGE_SIZES=[(1, 16)]", *amp
-        run(command(digits, tmp_path / name, *settings, f"GRAPHS={name == 'recorded'}"))
+    amp = f"fp16.dtype={dtype!r}"
+    if dtype == "float32":
+        amp = "fp16=None"
+    starts = [
+        ("once", 20),
+        ("again", 20),
+        ("resumed", 8),
+        ("resumed", 20),
+        ("recorded", 8),
+        ("recorded", 20),
+    ]
+    for name, end in starts:
+        settings = [
+            f"MAX_STEPS={end}",
+            "MODEL.dropout=0.1",
+            "IMAGE_SIZES=[(1, 16)]",
+            amp,
+            f"GRAPHS={name == 'recorded'}",
+        ]
+        run(command(digits, tmp_path / name, *settings))
+    last = "checkpoints/step-00000020"
+    once = read_checkpoint(tmp_path / "once" / last)
+    differences = {}
     for name in ("once", "again", "resumed", "recorded"):
-        files = (tmp_path / name / "checkpoints" / "step-00000020").glob(
-            "[mo]*.safetensors"
-        )  # model and optimizer
-        left[name] = torch.cat(
-            [x.flatten().double() for file in sorted(files) for x in load_file(file).values()]
-        )
-    differences = {name: (left[name] - left["once"]).norm().item() for name in left}
+        state = read_checkpoint(tmp_path / name / last)
+        differences[name] = (state - once).norm().item()
     record(**differences)
     # All are 0 where the kernels are deterministic.
     assert max(differences.values()) <= 10 * differences["again"]
@@ -300,7 +402,7 @@ def test_recorded_steps_have_the_bits_of_plain_steps(mode, optimizer, record):
     """Ten steps, of which seven replay CUDA graphs, with dropout and two micro-batches."""
     images = torch.randn(10, 32, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(320).view(10, 32) % 10
-    batches = list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
+    batches = on_device(images, labels)
     config = {
         "MODEL": SMALL | {"dropout": 0.1, "drop_path": 0.1},
         "OPTIMIZER": {"name": optimizer},
@@ -308,12 +410,15 @@ def test_recorded_steps_have_the_bits_of_plain_steps(mode, optimizer, record):
         "LOG": {"noise_scale": True},
         **MODES[mode],
     }
-    left = {}
-    for name, graphs in (("plain", False), ("again", False), ("recorded", True)):
+
+    def weights_and_losses(graphs: bool) -> Tensor:
         losses, stepped = train_steps(batches, config | {"GRAPHS": graphs})
         weights = nn.utils.parameters_to_vector(stepped.parameters).cpu()
-        left[name] = torch.cat([weights, torch.tensor(losses)])
-    again, recorded = ((left[name] - left["plain"]).norm().item() for name in ("again", "recorded"))
+        return torch.cat([weights, torch.tensor(losses)])
+
+    plain = weights_and_losses(graphs=False)
+    again = (weights_and_losses(graphs=False) - plain).norm().item()
+    recorded = (weights_and_losses(graphs=True) - plain).norm().item()
     record(mode=mode, again=again, recorded=recorded)
     assert recorded <= 10 * again  # both are 0 where the kernels are deterministic
 
@@ -334,38 +439,50 @@ def test_memory(model, batch, mode, optimizer, accumulation, record):
         "gradient_accumulation": accumulation,
         **MODES[mode],
     }
-    config = load_config("vit_s16_vanilla") | {"fp16": None, "clip_grad_norm": 1.0, **parts}
-    config |= {"parallel": resolve_parallel(None, 1)}
+    config = load_config("vit_s16_vanilla")
+    config |= {
+        "fp16": None,
+        "clip_grad_norm": 1.0,
+        "parallel": resolve_parallel(None, 1),
+        **parts,
+    }
     config["MODEL"] |= {"dropout": 0.0} | model
-    predicted = estimate_step(config, 1, batch, accumulation, DEVICE.type).peak
-    data = (
-        torch.randn(batch, 3, 224, 224, device=DEVICE),
-        torch.zeros(batch, dtype=torch.long, device=DEVICE),
-    )
-    train_steps([data, data], parts | {"MODEL": model})
+    estimate = estimate_step(config, 1, batch, accumulation, DEVICE.type)
+    predicted = estimate.peak
+    images = torch.randn(batch, 3, 224, 224, device=DEVICE)
+    labels = torch.zeros(batch, dtype=torch.long, device=DEVICE)
+    two_steps = [(images, labels), (images, labels)]
+    train_steps(two_steps, parts | {"MODEL": model})
     taken = torch.cuda.max_memory_allocated()
-    record(mode=mode, batch=batch, predicted_gb=predicted / 1e9, measured_gb=taken / 1e9)
+    record(
+        mode=mode,
+        batch=batch,
+        predicted_gb=predicted / 1e9,
+        measured_gb=taken / 1e9,
+    )
     assert predicted == pytest.approx(taken, rel=0.1)
+
+
+def read_losses(output: Path) -> Tensor:
+    return torch.tensor([line["loss"] for line in read_metrics(output)])
 
 
 @eager_and_compiled
 def test_two_processes_on_one_gpu(compiled, digits, tmp_path, record):
     """They train as one does, over gloo."""
-    settings = (
+    settings = [
         "MAX_STEPS=20",
         "MIXUP=0.0",
         "fp16=None",
         "TF32=False",
         "LOG.every=1",
         f"COMPILE={compiled}",
-    )
-    run(command(digits, tmp_path / "one", *settings))
-    run([*command(digits, tmp_path / "two", *settings, launcher=TWO), "--backend", "gloo"])
-    one, two = (
-        torch.tensor([line["loss"] for line in read_metrics(tmp_path / name)])
-        for name in ("one", "two")
-    )
-    difference = (one - two).abs().max().item()
+    ]
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    run(command(digits, one, *settings))
+    run([*command(digits, two, *settings, launcher=TWO), "--backend", "gloo"])
+    difference = (read_losses(one) - read_losses(two)).abs().max().item()
     record(loss_difference=difference)
     assert difference < 1e-3
 
@@ -381,9 +498,11 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     from imagenet_dali import imagenet_dali_dataloader
 
     imagenet_dali_dataloader.decodes_windows("cuda")  # loads DALI's nvJPEG
-    return lambda windows: monkeypatch.setattr(
-        imagenet_dali_dataloader, "decodes_windows", lambda _: windows
-    )
+
+    def decode(windows: bool) -> None:
+        monkeypatch.setattr(imagenet_dali_dataloader, "decodes_windows", lambda _: windows)
+
+    return decode
 
 
 @needs_dali
@@ -395,7 +514,9 @@ def test_dali_pixels(windows, pixels, decode, record):
     for interpolation, crop, randaugment, size in VIEWS:
         settings = dict(interpolation=interpolation, crop=crop, randaugment=randaugment)
         means, largest = pixel_differences(pixels, DEVICE, size, **settings)
-        difference = (means.median() if randaugment else means.max()).item()
+        difference = means.max().item()
+        if randaugment:
+            difference = means.median().item()
         record(
             view=f"{interpolation} {crop} {randaugment} {size}",
             levels=difference,
@@ -409,11 +530,11 @@ def test_dali_pixels(windows, pixels, decode, record):
 @pytest.mark.parametrize("windows", [True, False])
 def test_dali_rate(windows, decode, record):
     decode(windows)
-    data = load_config("vit-b16")["DATA"] | {"root": str(photographs()), "loader": "dali"}
-    loader, work = (
-        build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE),
-        timed_steps.Work((), 1, 1),
-    )
+    data = load_config("vit-b16")["DATA"]
+    data |= {"root": str(photographs()), "loader": "dali"}
+    loader = build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE)
+    work = timed_steps.Work((), 1, 1)
+    count = 0
     for _ in work:
         count = sum(len(batch) for batch, _ in loader)
     record(images_per_s=count / work.seconds, cores=cores())
@@ -422,7 +543,8 @@ def test_dali_rate(windows, decode, record):
 def test_dry_run_and_profile(digits, tmp_path, record):
     """The plan of this GPU, and a profile with its kernels."""
     words = command(digits, tmp_path / "run")
-    planned = [line for line in run([*words, "--dry-run"]).splitlines() if "per GPU" in line]
+    plan = run([*words, "--dry-run"]).splitlines()
+    planned = [line for line in plan if "per GPU" in line]
     run([*words, "--profile", "5"])
     tables = (tmp_path / "run" / "profile" / "operators.txt").read_text()
     on_gpu = re.search(r"Self CUDA time total: (\d\S+)", tables)
@@ -434,12 +556,14 @@ def test_dry_run_and_profile(digits, tmp_path, record):
 
 def test_tools(digits, tmp_path, record):
     """What other commands make of a run of this GPU."""
-    folder = tmp_path / "run"
-    top1 = run(command(digits, folder, "MAX_STEPS=40", "COMPILE=False")).splitlines()[-1]
+    folder = str(tmp_path / "run")
+    images = str(digits.parent / "images")
+    printed = run(command(digits, tmp_path / "run", "MAX_STEPS=40", "COMPILE=False"))
+    top1 = printed.splitlines()[-1]
     run([*command(digits, tmp_path / "rates"), "--find-lr", "20"])
     run([*command(digits, tmp_path / "batches", "MICRO_BATCH_SIZE=16"), "--find-batch", "20"])
-    for words in (f"export.py {folder} --to timm", f"predict.py {folder} {digits.parent}/images"):
-        run([sys.executable, *f"scripts/{words}".split()])
-    evaluated = run([sys.executable, "scripts/evaluate.py", str(folder)])
+    run([sys.executable, "scripts/export.py", folder, "--to", "timm"])
+    run([sys.executable, "scripts/predict.py", folder, images])
+    evaluated = run([sys.executable, "scripts/evaluate.py", folder])
     record(top1=top1)
     assert top1.removeprefix("top1=") in evaluated

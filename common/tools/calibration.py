@@ -43,22 +43,25 @@ def scale(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
 @dataclass
 class Calibration:
     """``ece`` is of ``reported`` images; ``calibrated_ece`` of the same, at the ``temperature``
-    that was fitted on ``fitted`` others, if any.
+    that was fitted on ``fitted`` others, if any. ``chance_ece`` is what the last of both would be
+    on average if the confidences held: that of so many images is never 0.
     """
 
     ece: float
     reported: int
+    chance_ece: float
     fitted: int = 0
     temperature: float | None = None
     calibrated_ece: float | None = None
 
     def __str__(self) -> str:
         ece = f"ECE {self.ece:.4f} on {self.reported:,} images"
+        chance = f"chance alone gives {self.chance_ece:.4f}"
         if self.temperature is None:
-            return f"{ece}; too few to fit a temperature, which takes {FITTED * FEWEST} unseen"
+            return f"{ece}, {chance}; a temperature takes {FITTED * FEWEST} unseen images"
         return (
             f"{ece}, {self.calibrated_ece:.4f} with --temperature {self.temperature} of predict.py "
-            f"and export.py, fitted on {self.fitted:,} others (seed {SEED})"
+            f"and export.py, fitted on {self.fitted:,} others (seed {SEED}); {chance}"
         )
 
 
@@ -71,15 +74,15 @@ def calibrate(answers: np.ndarray, scaled: np.ndarray) -> Calibration:
     losses_TN, confidences_TN = scaled
     fitted, reported = _split(answers)
 
-    def measure(temperature: float) -> float:
-        confidence = confidences_TN[TEMPERATURES.index(temperature), reported]
-        return calibration_error(is_right_N[reported], confidence)
-
-    result = Calibration(measure(1.0), len(reported), len(fitted))
+    confidence = confidences_TN[AS_IT_IS, reported]
+    ece = calibration_error(is_right_N[reported], confidence)
+    result = Calibration(ece, len(reported), chance_error(confidence), len(fitted))
     if result.fitted:
-        best = TEMPERATURES[losses_TN[:, fitted].mean(1).argmin()]
-        result.temperature = best
-        result.calibrated_ece = measure(best)
+        best = losses_TN[:, fitted].mean(1).argmin()
+        confidence = confidences_TN[best, reported]
+        result.temperature = TEMPERATURES[best]
+        result.calibrated_ece = calibration_error(is_right_N[reported], confidence)
+        result.chance_ece = chance_error(confidence)
     return result
 
 
@@ -98,6 +101,13 @@ def calibration_error(is_right_N: np.ndarray, confidence_N: np.ndarray) -> float
     """Return the ECE of answers, 0 of none."""
     gaps = _sum_bins(confidence_N, confidence_N - is_right_N)
     return float(np.abs(gaps).sum() / max(1, len(confidence_N)))
+
+
+def chance_error(confidence_N: np.ndarray) -> float:
+    """Return the mean ECE of answers that are right as often as their confidences say."""
+    variances = _sum_bins(confidence_N, confidence_N * (1 - confidence_N))
+    # A bin's sum is about normal. The mean of |x|, for a normal x of variance v: sqrt(2 v / pi).
+    return float(np.sqrt(2 / np.pi * variances).sum() / max(1, len(confidence_N)))
 
 
 def coverage(is_right_N: np.ndarray, confidence_N: np.ndarray) -> float:

@@ -20,7 +20,13 @@ from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import timm_logits, write_images
 from common.tools import evaluate, export, predict
-from common.tools.calibration import calibrate, calibration_error, coverage, scale
+from common.tools.calibration import (
+    calibrate,
+    calibration_error,
+    chance_error,
+    coverage,
+    scale,
+)
 
 CLASSES = 10
 
@@ -81,6 +87,18 @@ def test_the_calibration_error_is_the_formulas():
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("images", [300, 3000])
+def test_chance_alone_gives_the_error_of_confidences_that_hold(images):
+    """Against draws of right and wrong answers by their confidences."""
+    random = np.random.default_rng(0)
+    confidence = random.random(images) ** 0.25
+    errors = []
+    for _ in range(500):
+        is_right = random.random(images) < confidence
+        errors.append(calibration_error(is_right, confidence))
+    assert chance_error(confidence) == pytest.approx(np.mean(errors), rel=0.05)
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.5])
 def test_temperature_and_error_are_scikit_learns(factor):
     """Fitted on a fifth, measured on the others."""
@@ -106,6 +124,8 @@ def test_temperature_and_error_are_scikit_learns(factor):
     assert found.ece == pytest.approx(ece, abs=2e-3)
     assert found.calibrated_ece == pytest.approx(calibrated_ece, abs=2e-3)
     assert found.calibrated_ece < 0.04
+    confidence = (logits[reported] / found.temperature).softmax(1).amax(1)
+    assert found.chance_ece == pytest.approx(chance_error(confidence.numpy()))
 
 
 def test_the_temperature_does_not_depend_on_what_is_reported():
@@ -181,7 +201,8 @@ def test_the_split_is_that_of_any_number_of_processes(run, many, tmp_path, capfd
         f"confidence ECE {one['ece']:.4f} on 252 images, {one['calibrated_ece']:.4f} with "
         f"--temperature {one['temperature']} of predict.py and export.py, fitted on 63 others"
     )
-    assert said.count(f"{line} (seed 0) labels") == 2
+    chance = f"chance alone gives {one['chance_ece']:.4f}"
+    assert said.count(f"{line} (seed 0); {chance} labels") == 2
 
     table = (tmp_path / "1" / "classes.csv").read_text()
     rows = list(csv.DictReader(table.splitlines()))
@@ -204,7 +225,8 @@ def test_few_images_fit_no_temperature(run, tmp_path, capsys):
     assert found["fitted"] == 0
     assert found["reported"] == 45
     said = printed(capsys.readouterr().out)
-    assert f"ECE {found['ece']:.4f} on 45 images; too few to fit a temperature, which" in said
+    line = f"ECE {found['ece']:.4f} on 45 images, chance alone gives {found['chance_ece']:.4f}"
+    assert f"{line}; a temperature takes 250 unseen images" in said
 
 
 def test_predictions_carry_the_temperature(run, data, capsys):

@@ -32,7 +32,8 @@ class SavedRun:
     average's, where there is one. ``config`` is resolved; ``metadata`` is the content of
     config.json.
     ``foreign`` are the parameters of a model that no run of this project trained. ``temperature``
-    divides the logits in predictions and exports.
+    divides the logits in predictions and exports; ``divided`` is that of an export, whose weights
+    have it already.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class SavedRun:
     weights: str = MODEL
     foreign: Tensors | None = None
     temperature: float = 1.0
+    divided: float = 1.0
 
     @property
     def batch(self) -> int:
@@ -132,9 +134,11 @@ def _choose_checkpoint(name: str) -> tuple[Path, str]:
         )
     folder = path / "checkpoints"
     best = best_checkpoint(folder)
+    newest = newest_checkpoint(folder)
+    if best and newest and newest.name != best.name:
+        return best, f"the best; the last is {newest.name}"
     if best:
         return best, "the best"
-    newest = newest_checkpoint(folder)
     if newest is None:
         raise UserError(
             f"{name}: no complete checkpoint in {folder}: wait until the run has saved one"

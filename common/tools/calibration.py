@@ -49,13 +49,18 @@ class Calibration:
 
     ece: float
     reported: int
+    bias: float  # the mean confidence of these images less their top-1
     chance_ece: float
     fitted: int = 0
     temperature: float | None = None
     calibrated_ece: float | None = None
 
     def __str__(self) -> str:
-        ece = f"ECE {self.ece:.4f} on {self.reported:,} images"
+        side = "high" if self.bias > 0 else "low"
+        ece = (
+            f"too {side} by {abs(self.bias):.4f} on average; ECE {self.ece:.4f} on "
+            f"{self.reported:,} images"
+        )
         chance = f"chance alone gives {self.chance_ece:.4f}"
         if self.temperature is None:
             return f"{ece}, {chance}; a temperature takes {FITTED * FEWEST} unseen images"
@@ -76,7 +81,8 @@ def calibrate(answers: np.ndarray, scaled: np.ndarray) -> Calibration:
 
     confidence = confidences_TN[AS_IT_IS, reported]
     ece = calibration_error(is_right_N[reported], confidence)
-    result = Calibration(ece, len(reported), chance_error(confidence), len(fitted))
+    bias = float(np.mean(confidence - is_right_N[reported])) if len(reported) else 0.0
+    result = Calibration(ece, len(reported), bias, chance_error(confidence), len(fitted))
     if result.fitted:
         best = losses_TN[:, fitted].mean(1).argmin()
         confidence = confidences_TN[best, reported]

@@ -197,9 +197,11 @@ def test_the_split_is_that_of_any_number_of_processes(run, many, tmp_path, capfd
     assert one["calibrated_ece"] == pytest.approx(calibrated_ece, abs=2e-3)
 
     said = printed(capfd.readouterr().out)
+    low = abs(one["bias"])
     line = (
-        f"confidence ECE {one['ece']:.4f} on 252 images, {one['calibrated_ece']:.4f} with "
-        f"--temperature {one['temperature']} of predict.py and export.py, fitted on 63 others"
+        f"confidence too low by {low:.4f} on average; ECE {one['ece']:.4f} on 252 images, "
+        f"{one['calibrated_ece']:.4f} with --temperature {one['temperature']} "
+        "of predict.py and export.py, fitted on 63 others"
     )
     chance = f"chance alone gives {one['chance_ece']:.4f}"
     assert said.count(f"{line} (seed 0); {chance} labels") == 2
@@ -243,6 +245,15 @@ def test_predictions_carry_the_temperature(run, data, capsys):
         assert best["probability"] == pytest.approx(probability, abs=1e-5)
     predict.main([str(run), path, "--temperature", "0.25"])
     assert "; temperature 0.25)" in printed(capsys.readouterr().out)
+
+
+def test_the_temperature_of_an_export_is_not_applied_twice(run, data, tmp_path, capsys):
+    output = tmp_path / "exported"
+    export_to_timm([str(run), "--temperature=0.25", f"--output={output}"])
+    assert f"{output.name}, logits divided by 0.25" in printed(capsys.readouterr().out)
+    picture = ImageFolder(data / "test").samples[0][0]
+    refused = run_forked(predict.main, [output, picture, "--temperature=0.25"], code=2).stderr
+    assert f"of {output} by 0.25 already: leave it out" in printed(refused)
 
 
 def export_to_timm(words: list[str]) -> None:

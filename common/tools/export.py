@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
     opset = f" (opset {OPSET})" if args.to == "onnx" else ""
-    print(f"exported   {short_path(output)}{opset}", flush=True)
+    divided = f", logits divided by {run.temperature:g}" if args.temperature else ""
+    print(f"exported   {short_path(output)}{opset}{divided}", flush=True)
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:

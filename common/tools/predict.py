@@ -69,6 +69,11 @@ def main(argv: list[str]) -> None:
     warn_of_training_images(run, *args.images)
     carried = {}
     if args.temperature:
+        if run.divided != 1:
+            raise UserError(
+                f"--temperature {args.temperature:g}: export.py has divided the logits of "
+                f"{args.run} by {run.divided:g} already: leave it out"
+            )
         carried["temperature"] = args.temperature
         chosen = f"{run.chosen}; temperature {args.temperature:g}"
         run = replace(run, temperature=args.temperature, chosen=chosen)

@@ -52,7 +52,8 @@ class MetricsHook(BaseHook):
         """Open the loggers on rank 0, where ``is_main``.
 
         ``every``: steps between two train records; ``start``: optimizer steps completed before;
-        ``peak_samples_per_s``: by image size; ``logging``: as of `open_loggers`.
+        ``peak_samples_per_s``: by image size, empty if it is not known; ``logging``: as of
+        `open_loggers`.
         """
         super().__init__(priority=0)
         self.plan = plan
@@ -120,7 +121,8 @@ class MetricsHook(BaseHook):
         resolution = resolution_at(resolutions, trainer.cur_epoch)
         size = resolution.image_size
         self.batch = resolution.total_batch or self.plan.total_batch
-        self.step_at_peak = self.batch / self.peak_samples_per_s[size]
+        peak = self.peak_samples_per_s.get(size)
+        self.step_at_peak = self.batch / peak if peak else 0.0
         self.sizes = {}
         if len({each.image_size for each in resolutions}) > 1:
             self.sizes["image_size"] = size
@@ -264,7 +266,7 @@ class PendingRecord:
         elapsed = sum(phases.values()) - self.evaluated
         rates = {
             "samples_per_s": self.images / elapsed,
-            "mfu": self.at_peak / elapsed,
+            "mfu": self.at_peak / elapsed if self.at_peak else None,
             "data_wait": self.data_wait / elapsed,
         }
         if self.has_phases:

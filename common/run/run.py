@@ -146,14 +146,16 @@ class Run:
         start = self.metadata["starts"][-1]["step"]
         shape = config["MODEL"]
         frozen = config["FREEZE"]
-        peak = peak_images_per_s(shape, config["fp16"], self.plan.world_size, self.device, frozen)
-        # The FLOP/s of the hardware, from which images of each size get their own peak.
-        peak_flops = peak * flops_per_image(shape, frozen)
-        peaks = {
-            resolution.image_size: peak_flops
-            / flops_per_image(shape, frozen, resolution.image_size)
-            for resolution in self.plan.resolutions
-        }
+        peaks = {}
+        # A CPU's is not known. Measured while others use the CPU, it is lower than what a run gets.
+        if self.device.type == "cuda":
+            devices = self.plan.world_size
+            peak = peak_images_per_s(shape, config["fp16"], devices, self.device, frozen)
+            # The FLOP/s of the hardware, from which images of each size get their own peak.
+            peak_flops = peak * flops_per_image(shape, frozen)
+            for resolution in self.plan.resolutions:
+                size = resolution.image_size
+                peaks[size] = peak_flops / flops_per_image(shape, frozen, size)
         log = config["LOG"]
         return MetricsHook(
             self.plan,

@@ -70,7 +70,7 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
         ),
         ("deit3_l16", "deit3_large_patch16_224", "26-50 hours"),
         ("deit3_h14", "deit3_huge_patch14_224", "45-88 hours"),
-        ("vit-b16", "vit_base_patch16_224", "5.1-7.2 hours (the host's limit)"),
+        ("vit-b16", "vit_base_patch16_224", "5.1-7.2 hours (the lower is the host's limit)"),
     ],
 )
 def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys):
@@ -93,7 +93,8 @@ global batch           16 GPUs x 256 x 8 = 32,768
 parameters             86,567,656 (86.6 M)
 computation            105.4 GFLOP per image, forward and backward
 precision              bfloat16 on this CPU (AVX512_BF16), bfloat16 on GPUs
-data                   none (set DATA=... or DATA.root): steps are not counted
+data                   none (set DATA=... or DATA.root): steps are not counted,
+                       times assume 1,281,167 images
 memory per GPU         22.707 GB at the peak: 0.346 weights, 0.346 gradients,
                        0.693 optimizer, 20.922 activations and temporaries, 0.4
                        NCCL's buffers for 1 group; fits in the usable 36 GB

@@ -163,9 +163,13 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def print_changes(metadata: Values, start_from: Path) -> None:
-    """Print which checkpoint is resumed, and what has changed since its run last started."""
-    print(f"resuming from {start_from}")
+def print_changes(metadata: Values, start_from: Path, output: Path) -> None:
+    """Print which checkpoint is resumed, and what has changed since its run last started.
+
+    From another folder's, the run into ``output`` is a branch.
+    """
+    branch = "" if start_from.is_relative_to(output) else f": {output} is a branch"
+    print(f"resuming from {start_from}{branch}")
     changed = changed_keys(start_from, metadata["config"])
     for key, (then, value) in changed.items():
         print(f"{key}={value!r} from here on (was {then!r}){NOTES.get(key, '')}")

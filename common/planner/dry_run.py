@@ -1,6 +1,7 @@
 """``--dry-run``: print the resolved config, batch arithmetic, memory, time, and parallel modes."""
 
 import math
+import sys
 from collections.abc import Sequence
 from enum import Enum
 
@@ -52,9 +53,11 @@ def print_dry_run(
     """
     if data:
         images = data.train_samples
+    if is_compared and sys.stderr.isatty():
+        print("estimating the parallel modes, for about half a minute ...", file=sys.stderr)
     planner = Planner(config, plan, cluster)
     prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
-    rows = _describe_plan(config, plan, data)
+    rows = _describe_plan(config, plan, data, images)
     phases = planner.predict_phases(prediction)
     # The phase of full size needs most, unless smaller images have larger micro-batches.
     predictions = [phase.prediction for phase in phases]
@@ -131,8 +134,10 @@ def _print_changed_keys(config: Values) -> None:
         print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
 
 
-def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict[str, str]:
-    """Return the first rows of the plan, by title."""
+def _describe_plan(
+    config: Values, plan: Plan, data: DataSummary | None, assumed: int
+) -> dict[str, str]:
+    """Return the first rows of the plan, by title; without ``data`` ``assumed`` images."""
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     flops = flops_per_image(config["MODEL"], config["FREEZE"])
     rows = {
@@ -145,7 +150,8 @@ def _describe_plan(config: Values, plan: Plan, data: DataSummary | None) -> dict
         **describe_options(config, plan, data),
     }
     if data is None:
-        return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
+        missing = "none (set DATA=... or DATA.root): steps are not counted"
+        return rows | {"data": f"{missing}, times assume {assumed:,} images"}
     images = (
         f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes"
@@ -280,7 +286,10 @@ def _print_modes(planner: Planner, images: int) -> None:
 def _describe_time(phases: Sequence[Phase], images: int) -> str:
     """Return how long the training of the plan takes."""
     time = format_time(*count_seconds(phases, images))
-    limit = " (the host's limit)" if all(phase.prediction.waits for phase in phases) else ""
+    limit = ""
+    # Even the shortest time is that of decoding.
+    if all(phase.prediction.waits for phase in phases):
+        limit = " (the lower is the host's limit)" if "-" in time else " (the host's limit)"
     return f"{phases[-1].end} epochs of {images:,} images: {time}{limit}"
 
 

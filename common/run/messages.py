@@ -55,11 +55,17 @@ def print_plan(args: Namespace, prepared: Prepared, task: Task) -> None:
 
 
 def announce(
-    name: str, prepared: Prepared, start_from: Path | None, reading: str, instead: str
+    name: str,
+    prepared: Prepared,
+    start_from: Path | None,
+    reading: str,
+    instead: str,
+    rate: str,
 ) -> None:
     """Print what starts, and warn of what may not be meant.
 
     ``start_from``: the checkpoint to resume from. ``instead``: what runs instead of training.
+    ``rate``: a warning of it.
     """
     config, plan, data, precision = prepared
     assert data is not None
@@ -69,6 +75,7 @@ def announce(
         torch.cuda.is_available() and explain_sizes(config, plan, cluster_here()),
         explain_unused_classes(prepared),
         "" if start_from else explain_muon(config),
+        rate,
         precision.warning,
     ):
         if warning:

@@ -31,7 +31,7 @@ from common.run.reading_order import choose_order
 from common.run.replay import Replay
 from common.run.run import Run
 from common.run.start_point import lock_and_find_start
-from common.run.start_warnings import explain_out_of_memory
+from common.run.start_warnings import explain_out_of_memory, explain_rate
 from common.task import Task
 from common.text import print_wrapped
 
@@ -51,9 +51,12 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             set_variable(variables.rank, None)
     prepared = prepare_run(args, launch, task)
     is_main = launch.rank == 0
+    rate = explain_rate(args, prepared.config, task.recipe)
     if args.dry_run:
         if is_main:
             print_plan(args, prepared, task)
+            if rate:
+                print_wrapped(rate, is_warning=True)
         return None
 
     _handle_signals_and_errors(launch, prepared)
@@ -79,9 +82,9 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     metadata = _describe_start(args, argv, task, prepared, begin.checkpoint)
     if is_main:
         if begin.checkpoint:
-            print_changes(metadata, begin.checkpoint)
+            print_changes(metadata, begin.checkpoint, output)
         instead = measurement.announcement if measurement else ""
-        announce(args.config, prepared, begin.checkpoint, reading.why, instead)
+        announce(args.config, prepared, begin.checkpoint, reading.why, instead, rate)
     return Run(plan, output, is_main, metadata, begin.checkpoint, measurement)
 
 

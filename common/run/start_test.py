@@ -18,9 +18,14 @@ from common.engine.groups import shutdown
 from common.errors import UserError
 from common.planner.cluster import Cluster
 from common.run.arguments import parse_arguments
-from common.run.start_warnings import explain_cpu, explain_cudnn, explain_sizes
+from common.run.start_warnings import (
+    explain_cpu,
+    explain_cudnn,
+    explain_rate,
+    explain_sizes,
+)
 from common.task import data_root
-from common.testing.commands import Ended, run_forked
+from common.testing.commands import Ended, in_words, run_forked
 from common.testing.ranks import run_ranks
 from common.testing.simulated_gpu import simulate_gpu
 from common.testing.tiny_task import train
@@ -84,6 +89,24 @@ def test_muon_on_weights_that_adamw_trained_is_warned_of_once(data, tmp_path):
         "adam": (init,),
     }.items():
         assert "Muon" not in start(data, tmp_path / output, *settings).stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        (["OPTIMIZER.name=muon"], True),
+        (["OPTIMIZER=dict(name='muon')"], True),
+        (["OPTIMIZER.name=muon", "LEARNING_RATE=6e-3"], False),
+        (["OPTIMIZER.name=lamb"], False),
+        (["OPTIMIZER.betas=(0.9, 0.95)"], False),
+    ],
+)
+def test_another_optimizer_at_the_rate_of_the_configs_is_warned_of(settings, is_warned):
+    args = parse_arguments(["--config=vit-b16", *in_words(*settings)], None)
+    warning = explain_rate(args, load_config("vit-b16", settings), None)
+    line = "warning: LEARNING_RATE=0.018 is the config's for lamb, not for muon: set it too"
+    assert warning.startswith(line) == is_warned
+    assert bool(warning) == is_warned
 
 
 def train_alike(data: Path, output: Path, settings: list[str], lost: str) -> str:

@@ -1,12 +1,15 @@
 """What a run warns of when it starts, and how it explains that memory is full."""
 
 import os
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from common.checkpoint.content import read_config, read_metadata
+from common.config.execute import execute
+from common.config.load import find_config, parse_settings
 from common.config.plan import Plan
 from common.errors import UserError
 from common.files import Values
@@ -110,6 +113,23 @@ def explain_muon(config: Values) -> str:
     return (
         f"warning: Muon fine-tunes weights of Adam or AdamW, as those of {source} may be, worse "
         "than these do (arXiv 2605.10468; not measured here): --set OPTIMIZER.name=adamw"
+    )
+
+
+def explain_rate(args: Namespace, config: Values, base: str | None) -> str:
+    """Return a warning where ``--set`` changes the config's optimizer, not its rate; else ""."""
+    settings = parse_settings(args.set)
+    is_changed = any(key.startswith("OPTIMIZER") for key in settings)
+    if not is_changed or args.measures or "LEARNING_RATE" in settings:
+        return ""
+    of_file, _ = execute(find_config(args.config, base), {})
+    tuned = of_file.get("OPTIMIZER", {}).get("name")
+    name = config["OPTIMIZER"]["name"]
+    if tuned in (name, None) or "LEARNING_RATE" not in of_file:
+        return ""
+    return (
+        f"warning: LEARNING_RATE={config['LEARNING_RATE']:g} is the config's for {tuned}, not for "
+        f"{name}: set it too (--find-lr suggests one)"
     )
 
 

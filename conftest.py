@@ -18,15 +18,15 @@ os.register_at_fork(after_in_child=gc.freeze)
 # Cases of eight processes run in CI only, but for the equality with one process.
 EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 EQUALITY = ("parity_test.py", "upstream_layers_test.py")
-# Files of a minute or half of one, which compute or wait: they start first, so that no process has
-# one left when the others have ended.
+# Files of a minute or half of one, which compute or wait: they start first, in this order, so that
+# no process has one left when the others have ended.
 LONGEST = (
+    "launchers_test.py",
+    "docs_test.py",
     "parity_test.py",
     "hook_test.py",
     "lost_ranks_test.py",
     "step_estimate_test.py",
-    "launchers_test.py",
-    "docs_test.py",
     "keys_test.py",
     "sweep_test.py",
     "compiled_test.py",
@@ -68,4 +68,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 equality = item.path.name in EQUALITY
                 first.setdefault(item.nodeid if equality else item.nodeid.partition("[")[0], item)
         items[:] = first.values()
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=_start)
+
+
+def _start(item: pytest.Item) -> int:
+    """Return the position at which an item's file starts."""
+    name = item.path.name
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)

@@ -859,6 +859,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr("common.engine.compiler._missing", lambda _: "")
         patch.setattr("common.errors.PATIENCE", 0.0)
         patch.setattr("common.optim.muon.is_fast", lambda _: True)
+        patch.setattr("common.run.run.knows_peak", lambda _: True)  # as on a GPU
         (folder / "modules").mkdir()
         (folder / "modules" / "wandb.py").write_text(WANDB)
         patch.syspath_prepend(folder / "modules")

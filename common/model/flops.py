@@ -101,6 +101,13 @@ def peak_images_per_s(
     return devices * peak / flops_per_image(model, frozen)
 
 
+def knows_peak(device: torch.device) -> bool:
+    """Return whether utilisation is reported: a CPU's peak, measured while others use the CPU, is
+    lower than what a run gets.
+    """
+    return device.type == "cuda"
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products in ``dtype``: from `PEAKS`, else measured within
     0.3 s.

@@ -32,7 +32,7 @@ from common.metrics.measurement import Measurement
 from common.metrics.metrics_file import Metrics, read_metrics
 from common.metrics.resolution_hook import ResolutionHook
 from common.model.ema import EmaHook
-from common.model.flops import flops_per_image, peak_images_per_s
+from common.model.flops import flops_per_image, knows_peak, peak_images_per_s
 from common.process import Stopped
 from common.run.bad_step import BadStepHook
 from common.run.replay import Replay
@@ -147,8 +147,7 @@ class Run:
         shape = config["MODEL"]
         frozen = config["FREEZE"]
         peaks = {}
-        # A CPU's is not known. Measured while others use the CPU, it is lower than what a run gets.
-        if self.device.type == "cuda":
+        if knows_peak(self.device):
             devices = self.plan.world_size
             peak = peak_images_per_s(shape, config["fp16"], devices, self.device, frozen)
             # The FLOP/s of the hardware, from which images of each size get their own peak.

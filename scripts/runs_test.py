@@ -69,6 +69,22 @@ def test_its_progress_is_whole_lines_where_stderr_is_no_terminal(first, trained)
     assert "\r" not in first.stderr
 
 
+def test_a_run_on_a_cpu_has_no_flops_utilisation(trained):
+    """Its peak is not known."""
+    utilisations = []
+    for record in read_metrics(trained):
+        if record["kind"] == "train":
+            utilisations.append(record["mfu"])
+    assert set(utilisations) == {None}
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--set=MAX_STEPS=1"])
+def test_the_rate_of_another_optimizer_is_warned_of_by_plan_and_start(flag, train, tmp_path):
+    ended = train("--output", tmp_path / "new", "--set=OPTIMIZER.name=adamw", flag)
+    line = "warning: LEARNING_RATE=0.01 is the config's for lamb, not for adamw: set it too"
+    assert " ".join(ended.stderr.split()).count(line) == 1
+
+
 def written_at(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 

@@ -258,6 +258,7 @@ def test_a_branch_equals_a_run_of_its_length_bit_for_bit(mode, schedule, data, t
     step = 6 + (world_size > 1)  # several ranks agree a step later
     said = " ".join(capfd.readouterr().out.split())
     assert f"learning rate at step {step}: 0.002, as by the earlier schedule" in said
+    assert said.count(f"step-{step:08}: {tmp_path / 'branch'} is a branch ") == 1
 
 
 def test_a_branch_across_batches_equals_a_run_of_its_length_bit_for_bit(data, tmp_path, capfd):
@@ -299,6 +300,8 @@ def test_a_branch_from_the_decay_names_the_checkpoints_before_it(data, tmp_path,
     saved = [path.name for path in list_checkpoints(run / "checkpoints")]
     # the last one, that of the stable phase's end, and the best
     assert saved == ["step-00000016", "step-00000008", "step-00000004"]
+    chosen = open_run(str(run)).chosen
+    assert chosen == "the best; the last is step-00000016; moving average of the weights"
     longer = tmp_path / "longer", [*STABLE, UNCHANGED, "NUM_EPOCHS=8"], None, f"--resume={run}"
     said = (
         "step 16 is in the decay, which begins at step 8 in that run and 16 with NUM_EPOCHS=8; "

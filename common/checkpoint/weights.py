@@ -231,7 +231,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
             "data": name_classes({**pretrained_cfg, "num_classes": classes}),
         },
         foreign=weights,
-        divided=pretrained_cfg.get("temperature", 1.0),
+        divided=pretrained_cfg.get("temperature") or 1.0,
     )
 
 

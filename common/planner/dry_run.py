@@ -137,7 +137,7 @@ def _print_changed_keys(config: Values) -> None:
 def _describe_plan(
     config: Values, plan: Plan, data: DataSummary | None, assumed: int
 ) -> dict[str, str]:
-    """Return the first rows of the plan, by title; without ``data`` ``assumed`` images."""
+    """Return the first rows of the plan, by title. Times assume so many images without ``data``."""
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     flops = flops_per_image(config["MODEL"], config["FREEZE"])
     rows = {

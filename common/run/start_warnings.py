@@ -122,7 +122,9 @@ def explain_rate(args: Namespace, config: Values, base: str | None) -> str:
     is_changed = any(key.startswith("OPTIMIZER") for key in settings)
     if not is_changed or args.measures or "LEARNING_RATE" in settings:
         return ""
-    of_file, _ = execute(find_config(args.config, base), {})
+    of_file = {}
+    with suppress(UserError):  # a file that runs only with these settings
+        of_file, _ = execute(find_config(args.config, base), {})
     tuned = of_file.get("OPTIMIZER", {}).get("name")
     name = config["OPTIMIZER"]["name"]
     if tuned in (name, None) or "LEARNING_RATE" not in of_file:

@@ -43,8 +43,8 @@ def scale(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
 @dataclass
 class Calibration:
     """``ece`` is of ``reported`` images; ``calibrated_ece`` of the same, at the ``temperature``
-    that was fitted on ``fitted`` others, if any. ``chance_ece`` is what the last of both would be
-    on average if the confidences held: that of so many images is never 0.
+    that was fitted on ``fitted`` others, if any. ``chance_ece`` is the mean ECE of so many images
+    whose confidences hold, at that temperature. It is not 0.
     """
 
     ece: float

@@ -197,11 +197,11 @@ LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {
 
 
 def _select(metrics: Metrics) -> dict[str, float]:
-    """Return the metrics as ``{"<kind>/<name>": value}``."""
+    """Return the metrics that are known as ``{"<kind>/<name>": value}``."""
     return {
         f"{metrics['kind']}/{name}": value
         for name, value in metrics.items()
-        if name not in UNPLOTTED
+        if name not in UNPLOTTED and value is not None
     }
 
 

@@ -133,14 +133,17 @@ def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, caps
     progress.close()
 
 
-def test_tensorboard_reads_every_metric_once(tmp_path):
-    interrupted = [TRAIN, EVAL | {"step": 2}, TRAIN | {"step": 3}]  # after its checkpoint of step 2
+def test_tensorboard_reads_every_known_metric_once(tmp_path, capsys):
+    on_cpu = TRAIN | {"mfu": None}
+    # The last is after the checkpoint of step 2.
+    interrupted = [on_cpu, EVAL | {"step": 2}, TRAIN | {"step": 3}]
     for start, records in ((0, interrupted), (2, [EVAL])):
         opened = loggers.open_loggers(tmp_path, start, 4, tensorboard=True, trackers=[])
         for logger in opened.values():
             for record in records:
                 logger(record)
             logger.close()
+    assert "warning" not in capsys.readouterr().err
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = {"train/loss", "train/samples_per_s", "train/skipped", "eval/loss", "eval/top1"}
     assert {*events.Tags()["scalars"]} == tags | {"eval/top5"}

@@ -184,8 +184,8 @@ def load_pretrained(
 
 
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
-    """Open what `open_run` does, models that `resolve_source` names, files of weights, and what
-    `export` wrote for timm.
+    """Open what `open_run` does, models that `resolve_source` names, files of weights, and exports
+    for timm or as safetensors.
 
     Their images are prepared as timm's validate.py does, those of a file as its train.py, but for
     interpolations that training does not know.
@@ -202,7 +202,8 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     if named and not known:
         pretrained_cfg = resolve_preprocessing(named, {})
         known = describe_model(named, {}, pretrained_cfg)
-    if not known.get("timm"):
+    # An export says all of MODEL, of timm's or of ours.
+    if not known.get("timm") and "width" not in known:
         raise UserError(
             f"{name}: does not say of which model it is: name timm's with --set MODEL.timm=NAME"
         )

@@ -13,7 +13,7 @@ from common.model.classes import CLASSES_HELP
 from common.task import add_task
 
 OTHERS = (
-    ", a file of weights, a folder that export wrote for timm, a model of timm's by name, or "
+    ", a file of weights, an export for timm or as safetensors, a model of timm's by name, or "
     "hf-hub:<user>/<name>"
 )
 

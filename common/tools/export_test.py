@@ -231,6 +231,9 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
         assert difference < 1e-5
     with pytest.raises(UserError, match="^--to timm: timm has no stem='conv'"):
         export.export(run, "timm", tmp_path / "timm")
+    exported = open_model(str(tmp_path / "safetensors" / "model.safetensors")).load_model()
+    images = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(exported(images), run.load_model()(images))
     hf_config = read_config(tmp_path / "onnx")
     assert hf_config["num_features"] == 32
     assert hf_config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.5]

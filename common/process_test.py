@@ -1,11 +1,13 @@
 """A main function called from Python: it raises, and leaves the process as it was."""
 
+import gc
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,20 @@ from common.checkpoint.save import list_checkpoints
 from common.engine.trainer import Trainer
 from common.engine.upstream import gpc
 from common.errors import UserError
-from common.launch.signals import SIGNALS
+from common.launch.signals import SIGNALS, stop_signals
 from common.metrics.metrics_file import read_metrics
 from common.process import Stopped, at_end, ends_cleanly, set_variable
+from common.testing.commands import wait_until
 from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict, report, sweep
 
 IN_STEP_3 = 3
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage() -> None:
+    """Close now what the tests of other files have left to the garbage collector."""
+    gc.collect()
 
 
 def describe_process() -> dict[str, Any]:
@@ -84,6 +93,12 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def send_until_recorded(number: int) -> None:
+    """Send a signal while a training defers it; return once its thread has recorded it."""
+    send(number)()
+    wait_until(lambda: stop_signals.received == number)
+
+
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; what is imported late is imported now."""
@@ -97,8 +112,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (interrupt, KeyboardInterrupt),
         (interrupt_exits, KeyboardInterrupt),
         (lambda: sys.exit(3), SystemExit),
-        (send(signal.SIGINT), Stopped),
-        (send(signal.SIGTERM), Stopped),
+        (partial(send_until_recorded, signal.SIGINT), Stopped),
+        (partial(send_until_recorded, signal.SIGTERM), Stopped),
     ],
     ids=["bug", "KeyboardInterrupt", "in torch", "sys.exit", "Ctrl-C", "SIGTERM"],
 )
@@ -136,8 +151,7 @@ def test_ctrl_c_while_it_starts_and_a_second_one_raise_at_once(
     monkeypatch.setattr("common.launch.signals.SAME_PRESS", -1.0)
 
     def press_twice() -> None:
-        send(signal.SIGINT)()
-        threading.Event().wait(0.5)  # the thread that records signals has seen it
+        send_until_recorded(signal.SIGINT)
         send(signal.SIGINT)()
         pytest.fail("the second has no effect")
 

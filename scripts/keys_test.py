@@ -621,6 +621,8 @@ TRAINING = [
         MUON,
     ),
     Row("OPTIMIZER.bfloat16", "True", attribute("engine.optimizer.optim.bfloat16"), True, MUON),
+    # Two blocks have four matrices each.
+    Row("OPTIMIZER.filters", "True", length("engine.optimizer.optim.matrices"), 9, MUON),
     Row("EMA", "0.5", averages("decay"), [0.5]),
     Row("EMA_WARMUP", "False", averages("warmup"), [False], ["EMA=0.5"]),
     Row(
@@ -722,6 +724,7 @@ MODEL = [
     Row("MODEL.dropout", "0.25", dropouts, {0.25}),
     Row("MODEL.drop_path", "0.25", drop_rates, [0.0, 0.25]),
     Row("MODEL.stem", "conv", count("Conv2d"), 4),
+    Row("MODEL.stem", "residual", count("Conv2d"), 4 + 2 * 3),
     Row("MODEL.pool", "avg", shape("fc_norm.weight"), (32,)),
     Row("MODEL.position", "sincos2d", trains_positions, False),
     Row("MODEL.no_embed_class", "True", shape("pos_embed"), (1, 4, 32)),

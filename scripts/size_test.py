@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"
-MOST = 160_900
+MOST = 161_200
 
 
 def count_tokens(source: str) -> int:

@@ -20,7 +20,7 @@ TIMM_DATA = {
     "eval_crop": "crop_pct",
 }
 # Values of MODEL that timm's `VisionTransformer` does not have.
-NOT_IN_TIMM = {"stem": "conv", "pool": "seq"}
+NOT_IN_TIMM = (("stem", "conv"), ("stem", "residual"), ("pool", "seq"))
 Size = Annotated[int, Ge(1), Le(65536)]
 Classes = Annotated[int, Ge(1), Le(10**8)]
 
@@ -65,8 +65,9 @@ class Model(Section):
     drop_path: BelowOne = 0.0
     """stochastic depth (arXiv 1603.09382): the last block's rate"""
 
-    stem: Literal["patch", "conv"] = "patch"
-    """`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, as patch embedding"""
+    stem: Literal["patch", "conv", "residual"] = "patch"
+    """`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, as patch embedding;
+    `residual`: after each of stride 2 also a residual branch of two"""
 
     pool: Literal["cls", "avg", "seq"] = "cls"
     """input of the head: class token, mean of the patches, or learned mean (arXiv 2104.05704)"""
@@ -101,9 +102,10 @@ class Model(Section):
             )
         # Each convolution but the first halves the image's side and doubles the channels.
         unit = self.patch_size
-        if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
+        if self.stem != "patch" and (unit & (unit - 1) or self.width % unit):
             raise ValueError(
-                f"stem='conv' needs a power of two that divides width as patch_size, not {unit}"
+                f"stem={self.stem!r} needs a power of two that divides width as patch_size, not "
+                f"{unit}"
             )
         # a fixed embedding has sine and cosine of two coordinates
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads

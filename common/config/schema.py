@@ -180,6 +180,10 @@ class Optimizer(Options):
     bfloat16: bool = OF_CHOICE
     """orthogonalize in bfloat16 on CPUs with AMX or AVX512_BF16, as on GPUs"""
 
+    filters: bool = OF_CHOICE
+    """orthogonalize the filters of convolutions and patch embedding too, as matrices
+    [outputs, rest]"""
+
     dampening: UpToOne = OF_CHOICE
     """dampening of momentum"""
 

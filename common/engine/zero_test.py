@@ -15,7 +15,7 @@ RECOMPUTED = {
     "activation_checkpoint": True,
     "init_values": 0.5,
     "drop_path": 0.3,
-    "stem": "conv",
+    "stem": "residual",
     "pool": "seq",
 }
 RANKS = 2  # one of which has an empty shard of sequence pooling's one row

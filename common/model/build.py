@@ -119,7 +119,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
             options["img_size"] = arguments["image_size"]
         return timm.partition(".")[0], options
     a = parse(Model, arguments)
-    if not NOT_IN_TIMM.items().isdisjoint(a):
+    if not set(NOT_IN_TIMM).isdisjoint(a):
         return "none", arguments
     shapes = timm_arguments(**arguments)
     for rate in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate"):

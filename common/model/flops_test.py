@@ -36,6 +36,7 @@ CONVOLUTIONS = POOLED | {"stem": "conv", "pool": "seq", "mlp_ratio": 2.0}
         POOLED,
         POOLED | {"norm": "rmsnorm", "mlp": "swiglu"},
         CONVOLUTIONS,
+        CONVOLUTIONS | {"stem": "residual"},
         {"image_size": 224},
         {"timm": "resnet18", "image_size": 64},
     ],

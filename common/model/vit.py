@@ -71,29 +71,46 @@ class PatchEmbed(nn.Module):
         return self.proj(images_BCYX)
 
 
+def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1)
+    nn.init.kaiming_normal_(convolution.weight)
+    nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
+    return convolution
+
+
+class ResidualConvolutions(nn.Module):
+    """Add two convolutions of [B, C, Y, X] to it.
+
+    Without norms: the second convolution starts at zero (Fixup, arXiv 1901.09321).
+    """
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1 = _convolution(channels, channels)
+        self.conv2 = _convolution(channels, channels)
+        nn.init.zeros_(self.conv2.weight)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return x_BCYX + self.conv2(F.gelu(self.conv1(x_BCYX)))
+
+
 class ConvStem(nn.Sequential):
     """Overlapping convolutions without batch norms: [B, C, Y, X] to [B, N, D].
 
-    After Xiao et al., arXiv 2106.14881. All but the first have stride 2.
+    After Xiao et al., arXiv 2106.14881. All but the first have stride 2; with ``residual`` each of
+    them is followed by `ResidualConvolutions`.
     """
 
-    def __init__(self, width: int, patch_size: int):
+    def __init__(self, width: int, patch_size: int, residual: bool):
         # With a width of 384 and patches of 16 pixels: 3, 24, 48, 96, 192, 384.
         convolutions = patch_size.bit_length()
         channels = [3, *(width >> i for i in reversed(range(convolutions)))]
         layers: list[nn.Module] = []
         for number, (before, after) in enumerate(pairwise(channels)):
-            convolution = nn.Conv2d(
-                before,
-                after,
-                kernel_size=3,
-                stride=2 if number else 1,
-                padding=1,
-            )
-            nn.init.kaiming_normal_(convolution.weight)
-            nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
-            layers += [convolution, nn.GELU()]
-        super().__init__(*layers[:-1])
+            layers += [_convolution(before, after, stride=2 if number else 1), nn.GELU()]
+            if residual and number:
+                layers.append(ResidualConvolutions(after))
+        super().__init__(*(layers if residual else layers[:-1]))
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         features_BDYX = super().forward(images_BCYX)
@@ -298,10 +315,11 @@ class VisionTransformer(nn.Module):
         self.cls_token = _build_tokens(int(pool == "cls"), width)
         self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
-        if arguments.stem == "conv":
-            self.patch_embed = ConvStem(width, arguments.patch_size)
-        else:
+        if arguments.stem == "patch":
             self.patch_embed = PatchEmbed(arguments.patch_size, width)
+        else:
+            is_residual = arguments.stem == "residual"
+            self.patch_embed = ConvStem(width, arguments.patch_size, is_residual)
         self.dropout = Dropout(arguments.dropout)
         # Rates of drop_path grow linearly from 0.
         last = max(depth - 1, 1)

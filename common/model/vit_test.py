@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.model.build import build_model, timm_arguments
@@ -197,14 +197,31 @@ def test_stochastic_depth_has_its_rate_in_compiled_code(monkeypatch):
     assert rate == pytest.approx(0.3, abs=5 * error)
 
 
-def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
+def exact_gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+@pytest.mark.parametrize(
+    ("stem", "strided", "residual"),
+    [
+        ("conv", (0, 2, 4), {}),
+        ("residual", (0, 2, 5), {2: 4, 5: 7}),
+    ],
+)
+def test_convolutional_stems_and_sequence_pooling_equal_their_formulas(stem, strided, residual):
     """The blocks are those that equal timm's; pooling is the line of
     SHI-Labs/Compact-Transformers. In float64.
     """
     torch.manual_seed(0)
-    model = build_model(**TINY, stem="conv", pool="seq").double()
-    convolutions = [model.patch_embed[i] for i in (0, 2, 4)]
-    for layer in convolutions:  # He's initialization
+    model = build_model(**TINY, stem=stem, pool="seq").double()
+    embedding = model.patch_embed
+    convolutions = [embedding[i] for i in strided]
+    branches = {embedding[i]: embedding[branch] for i, branch in residual.items()}
+    inner = [branch.conv1 for branch in branches.values()]
+    for branch in branches.values():  # it starts as the identity
+        assert not branch.conv2.weight.any()
+        assert not branch.conv2.bias.any()
+    for layer in convolutions + inner:  # He's initialization
         expected = math.sqrt(2 / (9 * layer.in_channels))
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.3)
         assert not layer.bias.any()
@@ -213,10 +230,15 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     x = images
     for layer, stride in zip(convolutions, (1, 2, 2), strict=True):
-        if stride == 2:  # GELU
-            distribution = (1 + torch.erf(x / 2**0.5)) / 2
-            x = x * distribution
+        if stride == 2 and not branches:
+            x = exact_gelu(x)
         x = F.conv2d(x, layer.weight, layer.bias, stride, padding=1)
+        if branches:
+            x = exact_gelu(x)
+        if layer in branches:
+            branch = branches[layer]
+            inner = F.conv2d(x, branch.conv1.weight, branch.conv1.bias, padding=1)
+            x = x + F.conv2d(exact_gelu(inner), branch.conv2.weight, branch.conv2.bias, padding=1)
     x = x.flatten(2).transpose(1, 2)
     x = x + model.pos_embed
     for block in model.blocks:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -57,9 +58,11 @@ def _muon_arguments(model: nn.Module) -> dict[str, Any]:
     shapes = {name: full_shape(parameter) for name, parameter in shards.items()}
     for name, parameter in shards.items():
         count = count_matrices(name, shapes)
+        outputs, *rest = shapes[name]
         if count:
-            outputs, inputs = shapes[name]
-            matrices[parameter] = (count, outputs // count, inputs)
+            matrices[parameter] = (count, outputs // count, *rest)
+        elif len(rest) == 3:  # the filters of a convolution
+            matrices[parameter] = (1, outputs, prod(rest))
     return {"matrices": matrices, "map_full": map_full if is_sharded(matrices) else None}
 
 
@@ -95,7 +98,14 @@ OPTIMIZERS = {
     ),
     "muon": OptimizerEntry(
         Muon,
-        defaults=dict(betas=BETAS, eps=1e-8, momentum=0.95, adamw_lr_scale=1.0, bfloat16=False),
+        defaults=dict(
+            betas=BETAS,
+            eps=1e-8,
+            momentum=0.95,
+            adamw_lr_scale=1.0,
+            bfloat16=False,
+            filters=False,
+        ),
         state=ADAM,
         traffic=8,
         matrix_state=("momentum_buffer",),

@@ -52,7 +52,9 @@ class Muon(AdamW):
     `adamw_lr_scale` times the rate.
 
     `matrices` maps a parameter to (K, M, N): it is a stack of K matrices along dimension 0, [K * M,
-    N] before it is sharded, which are orthogonalized separately. Weight decay is decoupled in both.
+    N] before it is sharded, which are orthogonalized separately. The filters of a convolution are
+    one matrix, whose N are all dimensions but the first; they are left to AdamW unless `filters`.
+    Weight decay is decoupled in both.
     The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An attribute
     `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor
     parallelism and ZeRO `map_full` gathers all matrices of one shape at once, and each rank
@@ -72,11 +74,12 @@ class Muon(AdamW):
         weight_decay: float = 0.0,
         adamw_lr_scale: float = 1.0,
         bfloat16: bool = False,
+        filters: bool = False,
         map_full: MapFull | None = None,
     ):
         # Only the fused AdamW reads `found_inf` on the device.
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        self.matrices = matrices
+        self.matrices = {p: matrix for p, matrix in matrices.items() if p.ndim == 2 or filters}
         self.momentum = momentum
         self.adamw_lr_scale = adamw_lr_scale
         # Without its instructions a CPU would take hundreds of times as long.
@@ -203,13 +206,14 @@ def _batches(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 def orthogonalize(stacks: list[Tensor], rows: int, bfloat16: bool = False) -> Sequence[Tensor]:
     """Return U V^T of each matrix U S V^T of M = `rows` rows, times 0.2 sqrt(max(M, N)).
 
-    `stacks` are stacks of such matrices, [K * M, N] with a K of each. Five Newton-Schulz iterations
-    bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as `torch.optim.Muon`, on a
-    CPU in the dtype of `stacks` unless ``bfloat16``. The results are views of one tensor.
+    `stacks` are stacks of such matrices, [K * M, N] with a K of each, or [M, ...] filters. Five
+    Newton-Schulz iterations bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as
+    `torch.optim.Muon`, on a CPU in the dtype of `stacks` unless ``bfloat16``. The results are views
+    of one tensor.
     """
     a, b, c = COEFFICIENTS
     dtype, lengths = stacks[0].dtype, [len(stack) for stack in stacks]
-    x_KMN = torch.cat(stacks).unflatten(0, (-1, rows))
+    x_KMN = torch.cat([stack.flatten(1) for stack in stacks]).unflatten(0, (-1, rows))
     if bfloat16 or not x_KMN.is_cpu:
         x_KMN = x_KMN.bfloat16()
     columns = x_KMN.shape[2]
@@ -227,4 +231,5 @@ def orthogonalize(stacks: list[Tensor], rows: int, bfloat16: bool = False) -> Se
             x_KMN = torch.baddbmm(x_KMN, x_KMN, factor_KNN, beta=a)
     # An orthogonal matrix has entries of RMS 1 / sqrt(max(M, N)): this makes it 0.2, as AdamW's.
     x_KMN = x_KMN.to(dtype).mul_(0.2 * sqrt(max(rows, columns)))
-    return x_KMN.flatten(0, 1).split(lengths)
+    updates = x_KMN.flatten(0, 1).split(lengths)
+    return [update.view_as(stack) for update, stack in zip(updates, stacks, strict=True)]

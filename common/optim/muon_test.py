@@ -15,14 +15,16 @@ SHAPES = [
     (1, 32, 64),
     (1, 32, 32),
     (1, 64, 32),
+    (1, 32, 27),
 ]
+FILTERS = (32, 3, 3, 3)  # of the last
 
 
 def split(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies, the first tensor in three parts."""
+    """Return copies: the first tensor in three parts, filters as a matrix."""
     first, *others = tensors
     parts = [*first.chunk(3), *others]
-    return [part.detach().clone() for part in parts]
+    return [part.detach().clone().flatten(min(1, part.ndim - 1)) for part in parts]
 
 
 @pytest.mark.parametrize("batch", [None, 3 * 2048, 1 << 22])
@@ -34,8 +36,8 @@ def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
         monkeypatch.setattr(Tensor, "is_cpu", False)
         monkeypatch.setattr(muon, "BATCH", batch)
     torch.manual_seed(0)
-    shapes = [(count * rows, columns) for count, rows, columns in SHAPES]
-    shapes.append((32,))  # a bias, which AdamW updates
+    shapes = [(count * rows, columns) for count, rows, columns in SHAPES[:-1]]
+    shapes += [FILTERS, (32,)]  # a bias, which AdamW updates
     ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     theirs = [nn.Parameter(part) for part in split(ours)]
     optimizer = Muon(
@@ -46,6 +48,7 @@ def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
         dict(zip(ours[:-1], SHAPES, strict=True)),
         momentum=0.95,
         adamw_lr_scale=0.25,
+        filters=True,
         **OPTIONS,
     )
     torchs_muon = torch.optim.Muon(

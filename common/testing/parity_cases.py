@@ -66,6 +66,7 @@ OPTIMIZERS = dict.fromkeys(build.OPTIMIZERS, COMMON) | {
         "max_grad_norm": 0.1,
         "bias_correction": True,
     },
+    "muon": COMMON | {"filters": True},
     "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
 }
 Batch = tuple[Tensor, dict[str, Tensor]]

@@ -82,7 +82,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     size = run.config["MODEL"]["image_size"]
     hf_config = describe_for_timm(run, model)
     if target == "timm" and hf_config["architecture"] == "none":
-        missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM.items())
+        missing = " and no ".join(f"{key}={value!r}" for key, value in NOT_IN_TIMM)
         raise UserError(f"--to timm: timm has no {missing} of MODEL; export to safetensors or onnx")
     description = own_file(output / "config.json")
     try:

@@ -311,10 +311,10 @@ def check_tensor_parallel(parallel: Values, model: Values, micro_batch: int) -> 
             f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "
             "to None, or give a plain ViT by the other keys of MODEL"
         )
-    if model.get("stem") == "conv" or model.get("pool") == "seq":
+    if model.get("stem", "patch") != "patch" or model.get("pool") == "seq":
         raise UserError(
-            f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: "
-            "set it to None"
+            f"a stem of convolutions and pool='seq' of MODEL do not support tensor parallel mode "
+            f"{mode!r}: set it to None"
         )
     depth = tensor.get("depth", 1)
     side = side_of(tensor)  # the heads are split over so many ranks

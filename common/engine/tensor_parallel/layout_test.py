@@ -96,7 +96,7 @@ def test_groups_that_are_refused(parallel, message):
             {},
             "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8",
         ),
-        (tensor("1d", 2), {"stem": "conv"}, "^stem='conv' and "),
+        (tensor("1d", 2), {"stem": "conv"}, "^a stem of convolutions and "),
     ],
 )
 def test_shapes_that_are_refused(parallel, model, message):

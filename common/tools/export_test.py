@@ -221,7 +221,7 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
     folder = train(
         data,
         tmp_path / "run",
-        "MODEL.stem=conv",
+        "MODEL.stem=residual",
         "MODEL.pool=seq",
         "DATA.mean=(0.5,0.4,0.5)",
     )

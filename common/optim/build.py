@@ -58,11 +58,11 @@ def _muon_arguments(model: nn.Module) -> dict[str, Any]:
     shapes = {name: full_shape(parameter) for name, parameter in shards.items()}
     for name, parameter in shards.items():
         count = count_matrices(name, shapes)
-        outputs, *rest = shapes[name]
+        shape = shapes[name]
         if count:
-            matrices[parameter] = (count, outputs // count, *rest)
-        elif len(rest) == 3:  # the filters of a convolution
-            matrices[parameter] = (1, outputs, prod(rest))
+            matrices[parameter] = (count, shape[0] // count, shape[1])
+        elif len(shape) == 4:  # the filters of a convolution
+            matrices[parameter] = (1, shape[0], prod(shape[1:]))
     return {"matrices": matrices, "map_full": map_full if is_sharded(matrices) else None}
 
 

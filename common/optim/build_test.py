@@ -327,3 +327,13 @@ def test_what_is_trained_later_starts_without_momentum():
         mean = state["momentum_buffer"].mean()
         momenta.append(mean.item())
     assert momenta == pytest.approx([1.9, 1.9, 1, 1])
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_muon_leaves_scalars_and_unless_asked_filters_to_adamw(filters):
+    model = nn.Module()
+    model.gain = nn.Parameter(torch.ones(()))  # as timm's NFNets have
+    model.convolution = nn.Conv2d(4, 8, 3, bias=False)
+    optimizer = build_optimizer(model, "muon", filters=filters)
+    weight = model.convolution.weight
+    assert optimizer.matrices == ({weight: (1, 8, 36)} if filters else {})

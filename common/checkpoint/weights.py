@@ -202,6 +202,8 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     if named and not known:
         pretrained_cfg = resolve_preprocessing(named, {})
         known = describe_model(named, {}, pretrained_cfg)
+    if known and pretrained_cfg.keys() <= {"label_names"}:  # a run's: nothing on its images
+        raise UserError(f"{name}: is a file of a run's checkpoint: name the checkpoint's folder")
     # An export says all of MODEL, of timm's or of ours.
     if not known.get("timm") and "width" not in known:
         raise UserError(

@@ -239,6 +239,15 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
     assert hf_config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.5]
 
 
+def test_a_file_of_a_checkpoint_is_refused_since_its_images_preparation_is_unknown(run, tmp_path):
+    checkpoint = open_run(str(run)).checkpoint
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    for folder in (checkpoint, tmp_path):
+        with pytest.raises(UserError, match=": is a file of a run's checkpoint: name the checkpo"):
+            open_model(str(folder / "model.safetensors"))
+
+
 def test_refusals(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not empty: choose another folder"):
         export.main([str(run), "--to", "timm", "--output", str(run)])
